@@ -1,0 +1,34 @@
+# make demo    train on real digits on the XLA device
+# make test    run every notebook and every test
+# make docs    build the site in _docs/
+# All of them make .venv first, with everything that is needed.
+PYTHON ?= python3
+BIN := .venv/bin
+export PJRT_DEVICE ?= CPU
+
+.PHONY: demo test docs readme clean
+
+demo: .venv/installed
+	$(BIN)/fastai_xla_demo
+
+test: .venv/installed-dev
+	$(BIN)/python -m pytest $(ARGS)
+
+docs: .venv/installed-docs
+	$(BIN)/python docs/build.py
+
+readme: .venv/installed-docs
+	$(BIN)/python docs/build.py readme
+
+.venv/installed: settings.ini setup.py pyproject.toml
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet -e .
+	touch $@
+
+.venv/installed-%: .venv/installed
+	$(BIN)/python -m pip install --quiet -e '.[$*]'
+	touch $@
+
+clean:
+	rm -rf _docs _proc _build build dist *.egg-info
