@@ -7,8 +7,8 @@ Docs: https://fastai-xla.github.io/fastai_xla/api/cli.html.md"""
 # %% auto #0
 __all__ = ['digits_path', 'digits_dls', 'digits_model', 'demo', 'doctor']
 
-# %% ../nbs/api/13_cli.ipynb #077ec750
-import sys, tempfile, warnings
+# %% ../nbs/api/13_cli.ipynb #7634f50b
+import os, sys, tempfile, warnings
 from pathlib import Path
 
 import numpy as np
@@ -46,7 +46,7 @@ def digits_model() -> nn.Module: # Of 3 convolutions; takes (n, 1, 8, 8), return
     "A small convnet for the digits"
     return nn.Sequential(ConvLayer(1, 32), ConvLayer(32, 64, stride=2), ConvLayer(64, 128, stride=2), nn.AdaptiveAvgPool2d(1), Flatten(), nn.Linear(128, 10))
 
-# %% ../nbs/api/13_cli.ipynb #f95a710d
+# %% ../nbs/api/13_cli.ipynb #d1576fa8
 @call_parse
 def demo(
     epochs:int=12, # Epochs to train
@@ -61,7 +61,9 @@ def demo(
         print(f'\nAccuracy on {len(learn.dls.valid_ds)} digits not seen in training: {learn.recorder.values[-1][-1]:.4f}\n')
         print(learn.xla_report())
         learn.export()
-        with warnings.catch_warnings(action='ignore'): loaded = load_learner(path/'export.pkl')
+        with warnings.catch_warnings():
+            warnings.simplefilter('ignore')   # of `load_learner`, about pickle
+            loaded = load_learner(path/'export.pkl')
         digit = get_image_files(path/'valid')[0]
         with loaded.no_bar(): label,_,probs = loaded.predict(digit)
         print(f'\nThe exported learner, on the CPU, takes {digit.parent.name}/{digit.name} for a {label} (probability {probs.max():.3f})')

@@ -19,8 +19,8 @@ import torch
 from torch import nn
 from fastcore.all import *
 
-# %% ../nbs/api/00_runtime.ipynb #aefc5ee3
-_install = "pip install torch==2.9.1 torchvision==0.24.1 torch_xla==2.9.0   (on a TPU: 'torch_xla[tpu]==2.9.0')"
+# %% ../nbs/api/00_runtime.ipynb #1c3b7dca
+_install = "pip install torch==2.9.1 torchvision==0.24.1 torch_xla==2.9.0   (on a TPU: pip install 'torch_xla[tpu]==2.9.0')"
 
 def _version(
     name:str, # Name of an installed distribution
@@ -37,7 +37,7 @@ def _import_error(
         return f"torch {t} and torch_xla {x} do not match: they are built in pairs and must agree in their first two numbers. Install a pair:\n    {_install}"
     return f"torch_xla {x} is installed but does not load ({e}). Reinstall the pair:\n    {_install}" if e else ''
 
-# %% ../nbs/api/00_runtime.ipynb #3aad5b28
+# %% ../nbs/api/00_runtime.ipynb #a014a020
 torch_xla,_broken = None,_import_error()
 if not _broken:
     try:
@@ -46,14 +46,22 @@ if not _broken:
     except (ImportError, OSError) as e: torch_xla,_broken = None,_import_error(e)
 
 def _start() -> str: # Why the XLA client does not start; empty where it runs
-    "Start the XLA client, once"
+    "Start the XLA client, once: a second attempt would abort the process"
     try: torch_xla.device()
     except Exception as e:
         return (f"The XLA client did not start (PJRT_DEVICE={os.environ.get('PJRT_DEVICE')}):\n    {str(e).strip().splitlines()[0]}\n"
-                "A TPU serves one process at a time: shut down other notebooks that use it, then restart this one. To run without a TPU, set the environment variable PJRT_DEVICE=CPU before the first import.")
+                f"A TPU serves one process at a time: shut down other notebooks that use it, then restart this one. Where libtpu is missing, {_install.split('(')[-1].rstrip(')')} brings it. "
+                "To run without a TPU, set the environment variable PJRT_DEVICE=CPU before the first import.")
     return ''
 
 if not _broken: _broken = _start()
+
+# %% ../nbs/api/00_runtime.ipynb #757c626e
+def _restore_torch():
+    "Undo what importing torch_xla replaces in `torch.nn`"
+    for o,nm in ((nn.utils, 'clip_grad_norm_'), (nn, 'GRU')): setattr(o, nm, getattr(getattr(o, nm), '_orig', getattr(o, nm)))
+
+if torch_xla: _restore_torch()
 
 # %% ../nbs/api/00_runtime.ipynb #578747bd
 def _backward_works() -> bool: # Does autograd know the XLA device?
@@ -73,7 +81,7 @@ def _cure_autograd():
     warnings.warn("This process ran a .backward() before the XLA device existed, and PyTorch's autograd counts devices only once. Autograd now works in the calling thread, where that does not matter: this thread "
                   "trains as usual. In other threads call `torch.autograd.set_multithreading_enabled(False)` first, or import fastai_xla before anything is trained.")
 
-# %% ../nbs/api/00_runtime.ipynb #f63f7142
+# %% ../nbs/api/00_runtime.ipynb #6259540d
 def _scalars_as_data():
     "Make every Python scalar an input of its own, so that no graph depends on its value"
     for f in ('_set_xla_handle_special_scalars', '_set_xla_enable_device_data_cache'):
@@ -85,8 +93,7 @@ def device(
     index:int=0, # Number of the XLA device, among those of this process
 ) -> torch.device: # e.g. `device(type='xla', index=0)`
     "An XLA device, by default the first. Raises `ImportError` without torch_xla and `RuntimeError` where no client starts"
-    global _broken,_ready
-    if _broken and torch_xla: _broken = _start()
+    global _ready
     if _broken: raise (RuntimeError if torch_xla else ImportError)(_broken)
     n = len(torch_xla.devices())
     if not 0 <= index < n: raise ValueError(f"There is no XLA device {index}: this process has {n}, numbered from 0.")

@@ -1,14 +1,14 @@
-"What the tests share: small data, small learners, and a probe of what each batch costs"
+"Small data and small learners; nothing of fastai_xla"
 import torch
 from torch import nn
 from fastai.vision.all import *
-from fastai_xla.runtime import xla_counts
 
 def image_dls(n=8*16, n_valid=4*16, bs=16, size=8, classes=4, seed=0, shuffle=True, after_batch=None):
     "Noise with labels: for counting, not for learning"
     g = torch.Generator().manual_seed(seed)
-    def items(n): return [(TensorImageBW(torch.randn(1, size, size, generator=g)), TensorCategory(torch.randint(classes, (), generator=g))) for _ in range(n)]
-    dls = DataLoaders.from_dsets(items(n), items(n_valid), bs=bs, num_workers=0, shuffle=shuffle, **({'after_batch': after_batch} if after_batch else {}))
+    x,y = TensorImageBW(torch.randn(n+n_valid, 1, size, size, generator=g)),TensorCategory(torch.randint(classes, (n+n_valid,), generator=g))
+    dsets = Datasets(L(range(n+n_valid)), [[x.__getitem__], [y.__getitem__]], splits=[list(range(n)), list(range(n, n+n_valid))])
+    dls = dsets.dataloaders(bs=bs, num_workers=0, shuffle=shuffle, after_batch=after_batch)
     dls.c = classes
     return dls
 
@@ -20,23 +20,3 @@ def params_of(model): return [list(m.parameters()) for m in model]
 def image_learner(dls=None, **kwargs):
     kwargs = dict(loss_func=CrossEntropyLossFlat(), metrics=accuracy, splitter=params_of) | kwargs
     return Learner(dls or image_dls(), convnet(), **kwargs)
-
-class Probe(Callback):
-    "After everything else, note what has come up since the end of the batch before"
-    order = 2000
-    def before_fit(self):
-        if not hasattr(self, 'gather_preds'): self.rows = []
-    def before_train(self): self.last = xla_counts()
-    def before_validate(self): self.last = xla_counts()
-    def after_batch(self):
-        now = xla_counts()
-        self.rows.append((self.training, self.iter, now-self.last))
-        self.last = now
-    def steady(self, training):
-        "Costs of the batches of the last fit that the contract is about: from the third in training, from the second of each validation"
-        rows = [c for t,i,c in self.rows if t == training and (t or i > 0)]
-        return rows[2:] if training else rows
-
-def breaches(costs):
-    "What of `costs`, one `XLACounts` per batch, breaks the contract"
-    return [f'{i}: {c}' for i,c in enumerate(costs) if c.executions != 1 or c.compiles or c.to_host - c.looks or c.fallbacks]

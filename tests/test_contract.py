@@ -7,6 +7,7 @@ from fastai.vision.all import *
 from fastai.callback.all import *
 from fastai_xla.all import *
 from common import *
+from probe import *
 
 def wrapped(opt, **kwargs): return partial(OptimWrapper, opt=opt, **kwargs)
 

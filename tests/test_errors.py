@@ -1,0 +1,128 @@
+"Bad input gets an error that says what happened, why on XLA, and what to type instead; and nothing is lost"
+import os, subprocess, sys
+import numpy as np, pytest, torch
+from fastai.vision.all import *
+from fastai_xla.all import *
+from fastai_xla.runtime import fetch
+from common import *
+
+def run(code, **env):
+    res = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, cwd=Path(__file__).parent, env=os.environ | env)
+    return res.returncode,res.stdout+res.stderr
+
+pretend = '''
+import importlib.metadata as metadata, sys
+real = metadata.version
+def version(name):
+    if name == 'torch_xla':
+        if {version!r} is None: raise metadata.PackageNotFoundError(name)
+        return {version!r}
+    return real(name)
+metadata.version = version
+class Block:
+    def find_spec(self, name, path=None, target=None):
+        if name.split('.')[0] in ('torch_xla', '_XLAC'): raise ImportError(f'undefined symbol in {{name}}')
+sys.meta_path.insert(0, Block())
+from fastai.vision.all import *
+from fastai_xla.all import *
+from common import *
+learn = image_learner().remove_cb(ProgressCallback)
+with learn.no_logging(): learn.fit(1)
+print('TRAINED ON', learn.dls.device)
+learn.to_xla()
+'''
+
+@pytest.mark.parametrize('version,said', [(None, 'torch_xla is not installed'), ('2.8.0', 'do not match'), ('2.9.0', 'does not load')])
+def test_torch_xla_missing_or_wrong(version, said):
+    "fastai goes on working; to_xla tells what to install"
+    rc,out = run(pretend.format(version=version))
+    assert rc == 1 and 'TRAINED ON cpu' in out and 'ImportError' in out
+    assert said in out and 'pip install torch==2.9.1 torchvision==0.24.1 torch_xla==2.9.0' in out
+
+def test_client_does_not_start():
+    rc,out = run("from fastai_xla.all import *\nfor _ in range(2):\n  try: device()\n  except RuntimeError as e: print('TOLD', e)", PJRT_DEVICE='TPU')
+    assert rc == 0 and out.count('TOLD The XLA client did not start (PJRT_DEVICE=TPU)') == 2 and 'PJRT_DEVICE=CPU' in out and "torch_xla[tpu]" in out
+
+trap = '''
+import torch, warnings
+w = torch.ones(3, requires_grad=True)
+(w*2).sum().backward()
+from fastai.vision.all import *
+from fastai_xla.all import *
+import fastai_xla.runtime as runtime
+from common import *
+if {incurable}: torch.autograd.set_multithreading_enabled = lambda on: None
+learn = image_learner().remove_cb(ProgressCallback).to_xla()
+before = runtime.fetch(learn.model[0][0][0].weight.clone())
+with learn.no_logging(): learn.fit(1, 1e-2)
+assert (runtime.fetch(learn.model[0][0][0].weight.detach())-before).abs().max() > 0
+print('TRAINED')
+'''
+
+def test_trap_is_cured():
+    rc,out = run(trap.format(incurable=False))
+    assert rc == 0 and 'TRAINED' in out and 'ran a .backward() before the XLA device existed' in out and 'set_multithreading_enabled(False)' in out
+
+def test_trap_without_cure():
+    rc,out = run(trap.format(incurable=True))
+    assert rc == 1 and 'TRAINED' not in out
+    assert 'RuntimeError: This process ran a .backward() before the XLA device existed' in out and 'Restart the notebook and put `from fastai_xla.all import *` into its first cell' in out
+
+def quiet(**kwargs): return image_learner(**kwargs).remove_cb(ProgressCallback)
+
+def test_other_device():
+    learn = quiet()
+    with pytest.raises(ValueError, match=r"to_xla\('cuda'\).*learn.dls.to\('cuda'\)"): learn.to_xla('cuda')
+    with pytest.raises(ValueError, match='There is no XLA device 7: this process has 1'): learn.to_xla(7)
+    assert not hasattr(learn, 'xla_opt')
+    with learn.no_logging(): learn.fit(1)
+
+def test_no_dls():
+    learn = quiet()
+    learn.dls = None
+    with pytest.raises(ValueError, match='no DataLoaders.*learn.dls.*to_xla'): learn.to_xla()
+
+def test_told_to_stay_on_the_cpu():
+    learn = quiet()
+    default_device(False)
+    try:
+        with pytest.raises(ValueError, match=r'default_device\(None\)'): learn.to_xla()
+    finally: default_device(None)
+    learn.to_xla()
+
+def test_report_before_to_xla():
+    with pytest.raises(RuntimeError, match=r'learn.to_xla\(\)'): quiet().xla_report()
+
+class Arrays:
+    def __len__(self): return 32
+    def __getitem__(self, i): return np.ones((1, 8, 8), dtype=np.float32),i%4
+
+@pytest.mark.parametrize('collate', [lambda b: (np.stack([x for x,_ in b]), torch.tensor([y for _,y in b])), lambda b: (['a name']*len(b), torch.tensor([y for _,y in b]))], ids=['array', 'names'])
+def test_batch_is_no_tensor(collate):
+    dl = DataLoader(Arrays(), bs=16, create_batch=collate)
+    learn = Learner(DataLoaders(dl, dl), convnet(), loss_func=CrossEntropyLossFlat()).remove_cb(ProgressCallback).to_xla()
+    with pytest.raises(TypeError, match=r'(numpy.ndarray|builtins.list|builtins.str) where a tensor is expected.*ToTensor'), learn.no_logging(): learn.fit(1)
+    learn.dls = image_dls()
+    with learn.no_logging(): learn.fit(1)
+
+class Nan(nn.Module):
+    def __init__(self): super().__init__(); self.net = convnet()
+    def forward(self, x): return self.net(x)*float('nan')
+
+def test_nan_from_the_first_step():
+    learn = Learner(image_dls(), Nan(), loss_func=CrossEntropyLossFlat()).remove_cb(ProgressCallback).to_xla()
+    with pytest.warns(UserWarning, match='The loss is nan from step 0 of this fit on.*TerminateOnNaNCallback') as told, learn.no_logging(): learn.fit(2)
+    assert len([w for w in told if 'The loss is nan' in str(w.message)]) == 1
+    assert len(learn.recorder.losses) == 16
+
+def test_no_such_warning_otherwise(recwarn):
+    learn = quiet().to_xla()
+    with learn.no_logging(): learn.fit(1)
+    assert not [w for w in recwarn if 'The loss is' in str(w.message)]
+
+def test_settings_of_torch_xla_without_our_functions(monkeypatch):
+    "Another torch_xla, without the two switches for scalars: a warning that says what follows, and it trains"
+    import fastai_xla.runtime as runtime
+    class Other: pass
+    monkeypatch.setattr(runtime, '_XLAC', Other())
+    with pytest.warns(UserWarning, match='steps may recompile when a hyper-parameter passes 0 or 1'): runtime._scalars_as_data()

@@ -1,0 +1,44 @@
+"With fastai_xla imported, training on the CPU is bit-identical to training without it"
+import subprocess, sys
+import pytest
+
+code = '''
+import hashlib, sys, tempfile, warnings
+warnings.simplefilter('ignore')
+from fastai.vision.all import *
+from fastai.callback.all import *
+if sys.argv[1] == 'with': from fastai_xla.all import *
+from common import convnet, image_dls, params_of
+assert ('fastai_xla' in sys.modules) == (sys.argv[1] == 'with')
+
+def digest(*ts):
+    h = hashlib.sha256()
+    for t in ts: h.update(t.detach().numpy().tobytes())
+    return h.hexdigest()[:16]
+
+runs = dict(sgd=(partial(SGD, mom=.9), []), adam=(Adam, [MixUp()]), lamb=(Lamb, [GradientClip(.1), SaveModelCallback()]), larc=(Larc, [GradientAccumulation(32)]), ranger=(ranger, [TerminateOnNaNCallback(), ReduceLROnPlateau()]),
+    radam=(RAdam, []), rmsprop=(RMSProp, [EarlyStoppingCallback()]), qhadam=(QHAdam, []), torch=(partial(OptimWrapper, opt=torch.optim.AdamW), [TerminateOnNaNCallback()]))
+for name,(opt,cbs) in runs.items():
+    set_seed(3, reproducible=True)
+    with tempfile.TemporaryDirectory() as d:
+        learn = Learner(image_dls(n=20*16), convnet(), loss_func=CrossEntropyLossFlat(), metrics=[accuracy, F1Score(average='macro')], splitter=params_of, opt_func=opt, path=d, cbs=cbs).remove_cb(ProgressCallback)
+        with learn.no_logging():
+            learn.lr_find(num_it=10, show_plot=False)
+            learn.freeze()
+            learn.fit(1)
+            learn.unfreeze()
+            learn.fit_one_cycle(1, 1e-2)
+        learn.export()
+        with learn.no_logging(): learn.fit(1)
+        print('RUN', name, digest(*learn.model.state_dict().values()), digest(*learn.recorder.losses), [float(o) for o in learn.recorder.values[-1]], digest(*learn.get_preds()))
+'''
+
+def ran(how):
+    res = subprocess.run([sys.executable, '-c', code, how], cwd='tests', capture_output=True, text=True)
+    assert res.returncode == 0, res.stderr
+    return [l for l in res.stdout.splitlines() if l.startswith('RUN')]
+
+def test_bit_identical():
+    without,with_ = ran('without'),ran('with')
+    assert len(without) == 9
+    assert without == with_
