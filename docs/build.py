@@ -52,6 +52,7 @@ def html(
 def terminal(
     s:str, # Text that was written to a terminal
 ) -> str: # What is to be seen there: a line is written anew after each carriage return
+    s = s.replace('█\r', '')   # by which fastprogress tries whether it can
     return re.sub(r'[^\n]*\r', '', re.sub(r'\r+(?=\n|$)', '', s))
 
 def final(
@@ -65,7 +66,9 @@ def final(
         if h is not None and res and '<progress' in (html(res[-1]) or ''): res.pop()
         if h == '': continue
         if h: data['text/html'] = h
-        if o.output_type == 'stream': o.text = terminal(o.text)
+        if o.output_type == 'stream':
+            o.text = terminal(o.text)
+            if not o.text.strip(): continue
         if 'text/markdown' in data: data['text/markdown'] = links(data['text/markdown'], url)
         res.append(o)
     return res

@@ -7,7 +7,7 @@ Docs: https://fastai-xla.github.io/fastai_xla/api/learner.html.md"""
 # %% auto #0
 __all__ = ['settle', 'XLAOptCallback']
 
-# %% ../nbs/api/07_learner.ipynb #d238506b
+# %% ../nbs/api/07_learner.ipynb #65f99574
 import functools, warnings
 from contextlib import contextmanager
 
@@ -20,6 +20,7 @@ from fastai.callback.progress import ProgressCallback, CSVLogger
 from fastai.callback.schedule import LRFinder
 from fastai.learner import Learner
 from fastai.optimizer import OptimWrapper
+from fastai.text.data import SortedDL
 from fastai.torch_core import defaults, trainable_params
 
 from .runtime import *
@@ -28,6 +29,8 @@ from .compat.core import *
 from .compat.learner import *
 from .compat.optimizer import *
 import fastai_xla.compat.progress, fastai_xla.compat.tracker, fastai_xla.compat.schedule, fastai_xla.compat.transform
+import fastai_xla.compat.augment, fastai_xla.compat.mixup, fastai_xla.compat.metrics, fastai_xla.compat.fp16, fastai_xla.compat.text, fastai_xla.compat.gan, fastai_xla.compat.hook
+from .lowerings.all import register_lowerings
 
 # %% ../nbs/api/07_learner.ipynb #2ebad58c
 def _loss_module(learn):
@@ -70,7 +73,7 @@ def settle(
         raise RuntimeError(f"The optimizer holds {len(lost)} parameters (the first of shape {tuple(lost[0].shape)}, on {lost[0].device}) that are not the model's: on XLA they would train nothing, silently. "
                            "Let `splitter` take its parameters from the model it is given, and create the optimizer with `learn.create_opt()`.")
 
-# %% ../nbs/api/07_learner.ipynb #d0aabc8a
+# %% ../nbs/api/07_learner.ipynb #39378005
 class XLAOptCallback(Callback):
     "The optimizer's state before the first step, one sync at the end of each batch, and the books for `xla_report`"
     order,remove_on_fetch = 1000,False
@@ -81,12 +84,14 @@ class XLAOptCallback(Callback):
 
     def before_fit(self):
         settle(self.learn)
+        self.shapes = {}
         if self.opt is not None: init_state(self.opt)
         sync()
         if self.fitting: self.log.between('before the fit')
 
     def before_batch(self):
         if self.iter == 0: _check_batch(self.learn)
+        _check_shapes(self.learn, self.shapes.setdefault(self.training, {}))
 
     def after_batch(self):
         sync()
@@ -115,7 +120,17 @@ def _check_batch(learn):
         raise TypeError(f"A batch of this learner holds a {kind.__module__}.{kind.__name__} where a tensor is expected. XLA moves tensors to the device and nothing else. Return tensors from the dataset "
                         "(`torch.as_tensor`), or add a transform that makes them, such as `ToTensor()`.")
 
-# %% ../nbs/api/07_learner.ipynb #2bea6579
+# %% ../nbs/api/07_learner.ipynb #a4f8e2e8
+def _check_shapes(learn, seen):
+    "Warn at the third shape of a batch in a fit's training or validation"
+    shapes = tuple(tuple(o.shape) for o in _leaves(tuple(learn.xb)) if isinstance(o, torch.Tensor))
+    if shapes in seen or isinstance(learn.dl, SortedDL): return   # `compat.text` pads these to a few lengths, chosen once
+    seen[shapes] = learn.iter
+    if len(seen) == 3:
+        warnings.warn(f"Batches have come in three shapes so far: {', '.join(map(str, seen))}. XLA compiles a graph for each, which takes far longer than a step. Give all items one shape: `item_tfms=Resize(size)` for images, "
+                      "`pad_input` or `text_lengths` for texts, or `drop_last=True` where only the number of items differs.")
+
+# %% ../nbs/api/07_learner.ipynb #abcf6684
 def _as_xla_device(d):
     if d is None or isinstance(d, int): return device(d or 0)
     d = torch.device(d)
@@ -130,6 +145,7 @@ def to_xla(self:Learner,
     device = _as_xla_device(device)
     if getattr(self, 'dls', None) is None: raise ValueError("This learner has no DataLoaders, and on XLA they send the batches to the device. Set `learn.dls` first, then call `learn.to_xla()`.")
     if defaults.use_cuda is False: raise ValueError("fastai has been told to put everything on the CPU, by `default_device(False)`. Take that back with `default_device(None)`, then call `learn.to_xla()`.")
+    register_lowerings()
     if hasattr(self, 'xla_opt'): self.xla_opt.device = device
     else: self.add_cb(XLAOptCallback(device))
     settle(self)
@@ -160,12 +176,13 @@ def fit(self:Learner, n_epoch, lr=None, wd=None, cbs=None, reset_opt=False, star
     try: self._orig_fit(n_epoch, **args)
     finally: cb.fitting = False
 
-# %% ../nbs/api/07_learner.ipynb #b5d34b35
+# %% ../nbs/api/07_learner.ipynb #eafbf32b
 def _recover(learn):
     for p in learn.model.parameters(): p.grad = None
     learn('after_cancel_fit')
     for cb in learn.cbs:
         if isinstance(cb, (LRFinder, ProgressCallback, CSVLogger)): cb.after_fit()
+    torch.set_autocast_enabled('xla', False)
     sync()
     if hasattr(learn, 'recorder'): fetch_attrs(learn.recorder, learn.recorder.smooth_loss)
     learn._end_cleanup()

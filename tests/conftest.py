@@ -1,6 +1,7 @@
 import os
 os.environ.setdefault('PJRT_DEVICE', 'CPU')
 os.environ.setdefault('MPLBACKEND', 'agg')
+os.environ.setdefault('XLA_COMPILATION_CACHE_SIZE', '128')   # of some thousand graphs in one process, the later ones would find no address space
 
 def pytest_pycollect_makeitem(collector, name, obj):
     "fastai's star imports bring functions called `test_eq` and the like: only a module's own functions are tests"

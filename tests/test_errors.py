@@ -1,5 +1,5 @@
 "Bad input gets an error that says what happened, why on XLA, and what to type instead; and nothing is lost"
-import os, subprocess, sys
+import os, subprocess, sys, warnings
 import numpy as np, pytest, torch
 from fastai.vision.all import *
 from fastai_xla.all import *
@@ -126,3 +126,17 @@ def test_settings_of_torch_xla_without_our_functions(monkeypatch):
     class Other: pass
     monkeypatch.setattr(runtime, '_XLAC', Other())
     with pytest.warns(UserWarning, match='steps may recompile when a hyper-parameter passes 0 or 1'): runtime._scalars_as_data()
+
+def test_third_shape():
+    "The third shape of a batch is told, with cause and cure, once; the second, of a smaller last batch, is normal"
+    def sizes(n):
+        dl = DataLoader(list(range(8)), bs=2, create_batch=lambda b: (torch.randn(4, 1, 8+(b[0]//2)%n, 8), torch.zeros(4).long()))
+        return Learner(DataLoaders(dl, dl), convnet(), loss_func=CrossEntropyLossFlat()).remove_cb(ProgressCallback).to_xla()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter('always')
+        two,three = sizes(2),sizes(4)
+        with two.no_logging(): two.fit(1)
+        assert not [w for w in told if 'three shapes' in str(w.message)]
+        with three.no_logging(): three.fit(2)
+    told = [str(w.message) for w in told if 'three shapes' in str(w.message)]
+    assert len(told) == 2 and 'Resize(size)' in told[0]    # training and validation

@@ -1,0 +1,181 @@
+"fastai.text on XLA: the contract for language models and classifiers, and the CPU's numbers"
+import os
+os.environ['XLA_FLAGS'] = '--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true'   # short compiles; nothing here is timed
+from pydoc_data.topics import topics
+import pytest, torch
+from fastai.text.all import *
+from fastai_xla.all import *
+from fastai_xla.runtime import *
+from fastai_xla.lowerings.core import register_lowerings
+import fastai_xla.lowerings.norm, fastai_xla.lowerings.rnn, fastai_xla.compat.text
+from fastai_xla.compat.text import text_lengths
+from probe import *
+
+device()
+register_lowerings()
+texts = [topics[k] for k in sorted(topics)]
+plain = dict(hidden_p=0., input_p=0., embed_p=0., weight_p=1e-9, output_p=0.)   # no dropout; fastai's own WeightDropout fails at 0
+small = dict(emb_sz=20, n_hid=30)
+
+def lm_dls(n=24, bs=8, seq_len=72):
+    return TextDataLoaders.from_df(pd.DataFrame(dict(text=texts[:n])), is_lm=True, text_col='text', valid_pct=.2, seed=0, tok_tfm=BaseTokenizer(), bs=bs, seq_len=seq_len)
+
+def lm_learner(path='.', dls=None, config=plain, **kwargs):
+    set_seed(0)
+    learn = language_model_learner(dls or lm_dls(), AWD_LSTM, config=awd_lstm_lm_config | small | config, pretrained=False, metrics=[accuracy, Perplexity()], path=path, **kwargs)
+    return learn.remove_cb(ProgressCallback)
+
+def clas_dls(n=160, bs=8, seq_len=24, spread=8):
+    words = ' '.join(texts).split()
+    lens = [int(20*spread**(i*37%n/n)) for i in range(n)]
+    df = pd.DataFrame(dict(text=[' '.join(words[i*200:i*200+k]) for i,k in enumerate(lens)], label=[i%2 for i in range(n)]))
+    return TextDataLoaders.from_df(df, valid_pct=.25, seed=0, text_col='text', label_col='label', tok_tfm=BaseTokenizer(), bs=bs, seq_len=seq_len, min_freq=1)
+
+def clas_learner(path='.', dls=None, config=plain, **kwargs):
+    set_seed(0)
+    learn = text_classifier_learner(dls or clas_dls(), AWD_LSTM, seq_len=24, config=small | dict(n_layers=2) | config, pretrained=False, metrics=accuracy, path=path, **kwargs)
+    return learn.remove_cb(ProgressCallback)
+
+def fit(learn, *args, seed=1, **kwargs):
+    set_seed(seed)
+    with learn.no_logging(): learn.fit_one_cycle(*args, **kwargs)
+    return learn
+
+@pytest.mark.parametrize('config', [{}, dict(bidir=True)], ids=['dropout', 'bidir'])
+def test_lm_contract(config):
+    "One execution and nothing else per batch; the short batch at the end of the data is one graph more, once"
+    learn = fit(lm_learner(config=config, cbs=Probe()).to_xla(), 2, 1e-2)
+    short = {True: len(learn.dls.train)-1, False: len(learn.dls.valid)-1}
+    costs = [(t, i, c) for t,i,c in learn.probe.rows]
+    last = [c for t,i,c in costs if i == short[t]]
+    assert [c.compiles for c in last] == [1,1,0,0]
+    for train in (True,False):
+        steady = [c for t,i,c in costs if t == train and 0 < i < short[t]]
+        assert len(steady) >= 8 and not breaches(steady[1:] if train else steady), breaches(steady)
+
+def test_lm_parity():
+    "Losses of each step, perplexity and weights after an epoch are the CPU's"
+    cpu,xla = fit(lm_learner(), 1, 1e-2),fit(lm_learner().to_xla(), 1, 1e-2)
+    for a,b in zip(cpu.recorder.losses, xla.recorder.losses, strict=True): assert abs(a-b) < 1e-4*a
+    for a,b in zip(cpu.recorder.values[0], xla.recorder.values[0], strict=True): assert abs(a-b) < 1e-3*max(1, a)
+    for a,b in zip(cpu.model.parameters(), fetch(list(xla.model.parameters()))): assert (a-b).abs().max() < 1e-2
+
+def test_lm_dropout():
+    "With dropout the random draws differ, the perplexity hardly"
+    def perplexity(xla, seed):
+        learn = lm_learner(dls=lm_dls(40, seq_len=24), config=dict(weight_p=.2, hidden_p=.15, input_p=.25, embed_p=.02, output_p=.1))
+        if xla: learn.to_xla()
+        return fit(learn, 1, 1e-2, seed=seed).recorder.values[0][-1]
+    cpu,xla = perplexity(False, 1),perplexity(True, 1)
+    assert abs(cpu-xla) < .02*cpu, (cpu, xla)
+
+def test_classifier_contract():
+    "A graph for each length, all in the first epoch; lengths have no other say"
+    learn = fit(clas_learner(config={}, cbs=Probe()).to_xla(), 2, 1e-2)
+    n = len(learn.dls.train)+len(learn.dls.valid)
+    first,second = learn.probe.rows[:n],learn.probe.rows[n:]
+    assert len(first) == len(second) == n
+    graphs = lambda rows, train: sum(c.compiles for t,_,c in rows if t == train)
+    assert 1 < graphs(first, True) <= 5 and 1 < graphs(first, False) <= 5, (graphs(first, True), graphs(first, False))   # four lengths; the first step may differ
+    assert not breaches([c for *_,c in second]), breaches([c for *_,c in second])
+    assert all(c.executions == 1 and not c.to_host-c.looks and not c.fallbacks for *_,c in first)
+
+def on_cpu(batches): return [tuple(t.as_subclass(torch.Tensor).cpu() for t in b) for b in batches]
+
+def test_classifier_parity():
+    "Predictions and a step's gradients for batches in whole chunks are the CPU's"
+    xla,cpu = clas_learner().to_xla(),clas_learner()
+    for b in list(xla.dls.valid)[::2]:
+        assert b[0].shape[1]%24 == 0
+        x,y = on_cpu([b])[0]
+        def run(model, x, y):
+            pred = model.eval()(x)[0]
+            return [pred.detach(), *torch.autograd.grad(F.cross_entropy(pred, y), list(model.parameters()))]
+        for a,b in zip(fetch(run(xla.model, *(t.as_subclass(torch.Tensor) for t in b))), run(cpu.model, x, y), strict=True): assert (a-b).abs().max() < 1e-5*max(1, b.abs().max())
+
+def test_padding():
+    "Texts keep their tokens in their order; lengths are few and from the list"
+    dls = clas_dls()
+    want = {tuple(o.tolist()) for o,_ in dls.valid.dataset}
+    dls.to(device())
+    batches = on_cpu(dls.valid)
+    assert {tuple(r[r != 1].tolist()) for x,_ in batches for r in x} == {tuple(t for t in o if t != 1) for o in want}
+    assert {x.shape[1] for x,_ in batches} <= set(text_lengths(dls.valid.res, 24))
+
+def test_cpu_padding_is_stock():
+    "On the CPU a batch is as long as its longest text"
+    for x,_ in clas_dls().valid: assert (x != 1).sum(1).max() == x.shape[1]
+
+def test_max_len():
+    "The outputs of the last `max_len` tokens, as on the CPU"
+    set_seed(0)
+    enc = SentenceEncoder(4, AWD_LSTM(20, 6, 6, 1, **{k: v for k,v in plain.items() if k != 'output_p'}), max_len=8).eval()
+    x = torch.stack([pad_chunk(torch.randint(2, 20, (n,)), seq_len=4, pad_len=16) for n in (16,9,3)])
+    want = enc(x)
+    got = fetch(enc.to(device())(x.to(device())))
+    assert torch.equal(got[1], want[1]) and (got[0]-want[0]).masked_fill(want[1][...,None], 0).abs().max() < 1e-6
+
+def same(a, b): return all(torch.equal(p, q) for p,q in zip(fetch(list(a.parameters())), fetch(list(b.parameters())), strict=True))
+
+def no_xla(path): return b'xla' not in Path(path).read_bytes()
+
+def test_encoder(tmp_path):
+    "An encoder that was saved on XLA loads on the CPU, and the other way round"
+    xla = fit(lm_learner(tmp_path).to_xla(), 1, 1e-2)
+    xla.save_encoder('a')
+    assert no_xla(tmp_path/'models/a.pth')
+    cpu = lm_learner(tmp_path)
+    cpu.load_encoder('a')
+    assert same(cpu.model[0], xla.model[0])
+    cpu.save_encoder('b')
+    again = lm_learner(tmp_path).to_xla()
+    again.load_encoder('b')
+    assert same(cpu.model[0], again.model[0]) and is_xla(again.model[0].encoder.weight)
+    fit(again, 1, 1e-2)
+    assert not same(cpu.model[1], again.model[1])
+
+def test_save_and_load(tmp_path):
+    xla = fit(lm_learner(tmp_path).to_xla(), 1, 1e-2)
+    xla.save('m')
+    other = lm_learner(tmp_path).to_xla()
+    other.load('m')
+    assert same(xla.model, other.model)
+    fit(other, 1, 1e-2)
+
+def test_pretrained(tmp_path):
+    "Weights and their vocabulary load into a model on XLA"
+    learn = lm_learner(tmp_path)
+    learn.save('w', with_opt=False)
+    save_pickle(tmp_path/'models/w.pkl', learn.dls.vocab)
+    xla = lm_learner(tmp_path)
+    with torch.no_grad(): [p.zero_() for p in xla.model.parameters()]
+    xla.to_xla()
+    xla.load_pretrained(tmp_path/'models/w.pth', tmp_path/'models/w.pkl')
+    assert same(xla.model, learn.model)
+
+def test_export(tmp_path):
+    learn = fit(clas_learner(tmp_path).to_xla(), 1, 1e-2)
+    want = learn.predict('for each item in the list')
+    learn.export(tmp_path/'e.pkl')
+    assert no_xla(tmp_path/'e.pkl')
+    got = load_learner(tmp_path/'e.pkl').predict('for each item in the list')
+    assert want[0] == got[0] and (want[2]-got[2]).abs().max() < 1e-5
+
+def test_predict(tmp_path):
+    "A language model writes on, and is on XLA again"
+    learn = fit(lm_learner(tmp_path).to_xla(), 1, 1e-2)
+    with count_xla() as n: text = learn.predict('for each item', n_words=5, no_bar=True)
+    assert n.compiles <= 2 and len(text.split()) >= 8
+    assert is_xla(learn.model[0].encoder.weight) and len(learn.xla_opt.log.__dict__)
+    fit(learn, 1, 1e-2)
+
+def test_stock_encoder_looks():
+    "Without the patch each chunk reads the device"
+    enc = SentenceEncoder(4, AWD_LSTM(20, 6, 6, 1)).eval().to(device())
+    x = torch.stack([pad_chunk(torch.arange(2, n+2), seq_len=4, pad_len=16) for n in (16,9,3)]).to(device())
+    with count_xla() as n:
+        enc(x)
+        sync()
+    assert not n.to_host
+    with count_xla() as n: enc._orig_forward(x)
+    assert n.to_host >= 4
