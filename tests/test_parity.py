@@ -80,3 +80,8 @@ def test_last_epoch_of_the_table(digits):
         learn.fit(1, 1e-3)
     (_,*a,_),(_,*b,_) = rows
     assert [type(o) for o in a] == [type(o) for o in b] and np.allclose(a, b, rtol=2e-2)
+
+def test_eval_after_training(digits):
+    "Validation uses the statistics that training has gathered: the losses are the CPU's"
+    a,b = (run(convnet, digits, xla, opt_func=partial(SGD, mom=.9)) for xla in (False, True))
+    for x,y in zip(a.recorder.values, b.recorder.values): assert abs(x[1]-y[1]) <= 1e-4*abs(x[1])
