@@ -4,7 +4,7 @@
 # All of them make .venv first, with everything that is needed.
 PYTHON ?= python3
 BIN := .venv/bin
-export PJRT_DEVICE ?= CPU
+TPU := $(if $(wildcard /dev/accel0 /dev/vfio/0),[tpu])
 
 .PHONY: demo test docs readme clean
 
@@ -23,7 +23,7 @@ readme: .venv/installed-docs
 .venv/installed: settings.ini setup.py pyproject.toml
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet -e .
+	$(BIN)/python -m pip install --quiet -e '.$(TPU)'
 	touch $@
 
 .venv/installed-%: .venv/installed

@@ -7,9 +7,8 @@ Docs: https://fastai-xla.github.io/fastai_xla/api/learner.html.md"""
 # %% auto #0
 __all__ = ['settle', 'XLAOptCallback']
 
-# %% ../nbs/api/07_learner.ipynb #65f99574
-import functools, warnings
-from contextlib import contextmanager
+# %% ../nbs/api/07_learner.ipynb #f26be5fb
+import warnings
 
 import numpy as np
 import torch
@@ -21,7 +20,7 @@ from fastai.callback.schedule import LRFinder
 from fastai.learner import Learner
 from fastai.optimizer import OptimWrapper
 from fastai.text.data import SortedDL
-from fastai.torch_core import defaults, trainable_params
+from fastai.torch_core import defaults
 
 from .runtime import *
 from .report import *

@@ -3,7 +3,6 @@ import os, subprocess, sys, warnings
 import numpy as np, pytest, torch
 from fastai.vision.all import *
 from fastai_xla.all import *
-from fastai_xla.runtime import fetch
 from common import *
 
 def run(code, **env):

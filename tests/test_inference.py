@@ -4,7 +4,6 @@ from fastai.vision.all import *
 from fastai.tabular.all import *
 from fastai.collab import *
 from fastai_xla.all import *
-from fastai_xla.runtime import fetch
 from fastai_xla.cli import digits_path, digits_dls, digits_model
 from common import image_dls, image_learner
 from probe import *

@@ -1,6 +1,5 @@
 "With fastai_xla imported, training on the CPU is bit-identical to training without it"
 import subprocess, sys
-import pytest
 
 code = '''
 import hashlib, sys, tempfile, warnings

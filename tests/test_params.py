@@ -1,5 +1,4 @@
 "Every parameter that the optimizer holds is the model's own, is on the XLA device, and moves in a step"
-import copy
 import pytest, torch
 from fastai.vision.all import *
 from fastai_xla.all import *

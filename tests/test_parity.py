@@ -1,6 +1,6 @@
 "The same seeds on the CPU and on XLA: losses, metrics, records and weights"
 import math
-import numpy as np, pandas as pd, pytest, torch
+import numpy as np, pandas as pd, pytest
 from fastai.vision.all import *
 from fastai.tabular.all import *
 from fastai.collab import *

@@ -103,7 +103,6 @@ def test_dropout():
     x,e = data(steps, 64, n_in).to(device()),m.state_dict()
     first = nn.LSTM(n_in, 64).to(device())
     first.load_state_dict({k: v for k,v in e.items() if k.endswith('l0')})
-    w = e['weight_ih_l1'].clone()
     with torch.no_grad():
         for k,v in e.items():
             if k.endswith('l1'): v.zero_()

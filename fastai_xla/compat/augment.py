@@ -7,8 +7,8 @@ Docs: https://fastai-xla.github.io/fastai_xla/api/compat.augment.html.md"""
 # %% auto #0
 __all__ = ['apply_perspective', 'mask_tensor', 'inside', 'encodes', 'cutout_gaussian']
 
-# %% ../../nbs/api/04i_compat.augment.ipynb #e49cff66
-import math, random
+# %% ../../nbs/api/04i_compat.augment.ipynb #9d0d97b1
+import random
 from functools import partial
 
 import numpy as np
@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from fastcore.all import *
 import fastai.vision.augment as augment
-from fastai.torch_core import TensorBase, TensorImage, TensorMask
+from fastai.torch_core import TensorImage, TensorMask
 from fastai.vision.augment import RandomErasing, RandomResizedCropGPU
 
 from ..runtime import *

@@ -7,11 +7,9 @@ Docs: https://fastai-xla.github.io/fastai_xla/api/compat.core.html.md"""
 # %% auto #0
 __all__ = ['max_held', 'kept_on_device']
 
-# %% ../../nbs/api/04a_compat.core.ipynb #47502f40
+# %% ../../nbs/api/04a_compat.core.ipynb #8a6b336e
 from contextlib import contextmanager
-from functools import partial
 
-import torch
 from fastcore.all import *
 from fastai.torch_core import to_detach
 from fastai.callback.core import GatherPredsCallback

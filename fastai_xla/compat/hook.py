@@ -14,11 +14,11 @@ from fastai.callback.hook import ActivationStats
 
 from ..runtime import *
 
-# %% ../../nbs/api/04n_compat.hook.ipynb #1c9d6ada
+# %% ../../nbs/api/04n_compat.hook.ipynb #005b3d18
 @patch
 def before_fit(self:ActivationStats):
     "Initialize stats."
-    if any(map(is_xla, self.model.parameters())): self.cpu = False
+    if any(map(is_xla, self.model.parameters())): self.__dict__['cpu'] = False   # fastai warns of the name, which is its own
     self._orig_before_fit()
 
 @patch

@@ -7,13 +7,12 @@ Docs: https://fastai-xla.github.io/fastai_xla/api/lowerings.rnn.html.md"""
 # %% auto #0
 __all__ = ['rnn']
 
-# %% ../../nbs/api/01g_lowerings.rnn.ipynb #0beb51be
+# %% ../../nbs/api/01g_lowerings.rnn.ipynb #efc5981e
 from collections import namedtuple
 from functools import lru_cache, partial
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 from torch.autograd.function import once_differentiable
 from fastcore.all import *
 
