@@ -151,7 +151,9 @@ def test_pretrained(tmp_path):
     with torch.no_grad(): [p.zero_() for p in xla.model.parameters()]
     xla.to_xla()
     xla.load_pretrained(tmp_path/'models/w.pth', tmp_path/'models/w.pkl')
-    assert same(xla.model, learn.model)
+    real = [i for i,w in enumerate(learn.dls.vocab) if w != 'xxfake']   # the words that fill the vocabulary up to a multiple of 8 share a row
+    for p,q in zip(fetch(list(xla.model.parameters())), learn.model.parameters(), strict=True):
+        assert torch.equal(p[real], q[real]) if len(p) == len(learn.dls.vocab) else torch.equal(p, q)
 
 def test_export(tmp_path):
     learn = fit(clas_learner(tmp_path).to_xla(), 1, 1e-2)
