@@ -1,12 +1,13 @@
 # make demo    train on real digits on the XLA device
 # make test    run every notebook and every test
 # make docs    build the site in _docs/
+# make bench   time a training step beside other loops, JAX and the CPU; ARGS='--models convnet' for a part, in some five minutes
 # All of them make .venv first, with everything that is needed.
 PYTHON ?= python3
 BIN := .venv/bin
 TPU := $(if $(wildcard /dev/accel0 /dev/vfio/0),[tpu])
 
-.PHONY: demo test docs readme clean
+.PHONY: demo test docs readme bench clean
 
 demo: .venv/installed
 	$(BIN)/fastai_xla_demo
@@ -16,6 +17,9 @@ test: .venv/installed-dev
 
 docs: .venv/installed-docs
 	$(BIN)/python docs/build.py
+
+bench: .venv/installed-bench
+	$(BIN)/python benchmarks/steps.py $(ARGS)
 
 readme: .venv/installed-docs
 	$(BIN)/python docs/build.py readme

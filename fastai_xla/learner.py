@@ -7,7 +7,7 @@ Docs: https://fastai-xla.github.io/fastai_xla/api/learner.html.md"""
 # %% auto #0
 __all__ = ['settle', 'XLAOptCallback']
 
-# %% ../nbs/api/07_learner.ipynb #f26be5fb
+# %% ../nbs/api/07_learner.ipynb #4a04f433
 import warnings
 
 import numpy as np
@@ -27,6 +27,7 @@ from .report import *
 from .compat.core import *
 from .compat.learner import *
 from .compat.optimizer import *
+from .replay import *
 import fastai_xla.compat.progress, fastai_xla.compat.tracker, fastai_xla.compat.schedule, fastai_xla.compat.transform
 import fastai_xla.compat.augment, fastai_xla.compat.mixup, fastai_xla.compat.metrics, fastai_xla.compat.fp16, fastai_xla.compat.text, fastai_xla.compat.gan, fastai_xla.compat.hook
 from .lowerings.all import register_lowerings
@@ -72,14 +73,14 @@ def settle(
         raise RuntimeError(f"The optimizer holds {len(lost)} parameters (the first of shape {tuple(lost[0].shape)}, on {lost[0].device}) that are not the model's: on XLA they would train nothing, silently. "
                            "Let `splitter` take its parameters from the model it is given, and create the optimizer with `learn.create_opt()`.")
 
-# %% ../nbs/api/07_learner.ipynb #39378005
+# %% ../nbs/api/07_learner.ipynb #920c42ab
 class XLAOptCallback(Callback):
     "The optimizer's state before the first step, one sync at the end of each batch, and the books for `xla_report`"
     order,remove_on_fetch = 1000,False
     def __init__(self,
         device:torch.device, # XLA device of the learner
     ):
-        self.device,self.log,self.fitting = device,CostLog(),False
+        self.device,self.log,self.fitting,self.replay = device,CostLog(),False,None
 
     def before_fit(self):
         settle(self.learn)
@@ -93,7 +94,8 @@ class XLAOptCallback(Callback):
         _check_shapes(self.learn, self.shapes.setdefault(self.training, {}))
 
     def after_batch(self):
-        sync()
+        if self.learn.__dict__.get('replayed') is None: sync()
+        elif self.replay.strangers(): settle_tensors()
         if self.fitting: self.log.batch('training' if self.training else 'validation', f'epoch {self.epoch}, batch {self.iter}')
 
     def _between(self, where):
@@ -129,16 +131,21 @@ def _check_shapes(learn, seen):
         warnings.warn(f"Batches have come in three shapes so far: {', '.join(map(str, seen))}. XLA compiles a graph for each, which takes far longer than a step. Give all items one shape: `item_tfms=Resize(size)` for images, "
                       "`pad_input` or `text_lengths` for texts, or `drop_last=True` where only the number of items differs.")
 
-# %% ../nbs/api/07_learner.ipynb #abcf6684
+# %% ../nbs/api/07_learner.ipynb #b0e46a58
 def _as_xla_device(d):
     if d is None or isinstance(d, int): return device(d or 0)
     d = torch.device(d)
     if not is_xla(d): raise ValueError(f"to_xla('{d}'): this call takes an XLA device: nothing for the first one, a number, or 'xla:0'. For other devices there is `learn.dls.to('{d}')`, and `learn.detach_xla()` to come back to the CPU.")
     return device(d.index or 0)
 
+def _recorder(learn):
+    if not (why := cannot_replay()): return Replay(learn)
+    warnings.warn(f"Steps cannot be recorded and run again here: {why}. Training goes on without, each step traced anew.")
+
 @patch
 def to_xla(self:Learner,
     device:torch.device|str|int|None=None, # XLA device, its name or number; the first one by default
+    replay:bool=False, # Record each step once and run it again, where that is proved safe? `replay` has the story
 ) -> Learner: # The learner itself
     "Train, validate and predict on an XLA device from now on"
     device = _as_xla_device(device)
@@ -147,6 +154,7 @@ def to_xla(self:Learner,
     register_lowerings()
     if hasattr(self, 'xla_opt'): self.xla_opt.device = device
     else: self.add_cb(XLAOptCallback(device))
+    self.xla_opt.replay = _recorder(self) if replay else None
     settle(self)
     return self
 

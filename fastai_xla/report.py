@@ -7,16 +7,17 @@ Docs: https://fastai-xla.github.io/fastai_xla/api/report.html.md"""
 # %% auto #0
 __all__ = ['CostLog', 'XLAReport']
 
-# %% ../nbs/api/02_report.ipynb #b062df0b
+# %% ../nbs/api/02_report.ipynb #7d1b1423
 from collections import Counter
+from html import escape
 
 import pandas as pd
 from fastcore.all import *
 
 from .runtime import *
 
-# %% ../nbs/api/02_report.ipynb #4662dec7
-_warm_up = dict(training=2, validation=1)
+# %% ../nbs/api/02_report.ipynb #36f41f7d
+_warm_up = dict(training=2, validation=2)
 
 class CostLog:
     "What each phase of a fit has cost"
@@ -26,19 +27,20 @@ class CostLog:
         "Begin a fit"
         self.batches = {p: 0 for p in _warm_up}
         self.costs = {k: XLACounts() for k in (*_warm_up, *(f'steady {p}' for p in _warm_up), 'between')}
-        self.compiled,self.last = [],xla_counts()
+        self.compiled,self.last,self.watch = [],xla_counts(),None
 
-    def _book(self, *names, where):
+    def _book(self, phase, *names, where):
         now = xla_counts()
         cost,self.last = now-self.last,now
         for n in names: self.costs[n] += cost
+        if self.watch: self.watch.close(phase, where, cost)
         if cost.compiles: self.compiled.append(dict(where=where, compiles=cost.compiles, seconds=round(cost.compile_s, 2)))
 
     def between(self,
         where:str, # What has just happened, e.g. "before epoch 0"
     ):
         "Book what has come up since the last entry as no batch's"
-        self._book('between', where=where)
+        self._book(None, 'between', where=where)
 
     def batch(self,
         phase:str, # 'training' or 'validation'
@@ -47,11 +49,11 @@ class CostLog:
         "Book what has come up since the last entry as a batch's"
         i = self.batches[phase]
         self.batches[phase] += 1
-        self._book(phase, *([f'steady {phase}'] if i >= _warm_up[phase] else []), where=f'{phase}, {where}')
+        self._book(phase, phase, *([f'steady {phase}'] if i >= _warm_up[phase] else []), where=f'{phase}, {where}')
 
     def n_steady(self, phase): return max(0, self.batches[phase] - _warm_up[phase])
 
-# %% ../nbs/api/02_report.ipynb #8881fca8
+# %% ../nbs/api/02_report.ipynb #dd9097d1
 class XLAReport:
     "What a fit has cost on the XLA device; a table in a notebook, text in a terminal"
     def __init__(self,
@@ -59,6 +61,7 @@ class XLAReport:
     ):
         self.log = log or CostLog()
         self.costs,self.compiled = self.log.costs,pd.DataFrame(self.log.compiled, columns=['where', 'compiles', 'seconds'])
+        self.watch = self.log.watch
 
     @property
     def fallbacks(self): return sum((c.fallbacks for n,c in self.costs.items() if not n.startswith('steady')), Counter())
@@ -79,15 +82,32 @@ class XLAReport:
     @property
     def steady(self): return pd.DataFrame([{'of': self.log.n_steady(p)} | {k: f'{v:.2f}' for k,v in self.per_batch(p).items()} for p in _warm_up], index=[f'{p} batch' for p in _warm_up])
 
+    @property
+    def clean(self) -> bool: # Do the steady batches keep the step contract?
+        return not any(v for p in _warm_up for k,v in self.per_batch(p).items() if k in ('compiles', 'to host', 'fallbacks'))
+
+    @property
+    def causes(self) -> pd.DataFrame: # One row for each cause; empty unless the fit was watched
+        "Why batches compiled, were read from or left the device, with the line"
+        return self.watch.table if self.watch else pd.DataFrame()
+
+    def _why(self):
+        for c in self.causes.itertuples():
+            yield f"{c.cause}, {c.batches} batch{'es' if c.batches > 1 else ''}, first in {c.first}: {c.what}", [c.line] + [f'through {c.through}']*bool(c.through), c.cure
+
     def _notes(self):
         looks = self.costs['training'].looks + self.costs['validation'].looks
         if looks: yield f"{looks} of the transfers to the host were looks for the progress bar, by the clock; they are left out per batch."
+        if self.watch is None and not self.clean: yield "Which lines these come from, and why: fit again with `cbs=XLAReportCallback()`."
+        if self.watch is not None and not self.watch.causes: yield "Watched batch by batch: no cause of a compile, a transfer or a fallback was found."
         if self.fallbacks: yield "Without an XLA kernel, run on the CPU: " + ', '.join(f'{k} (x{v})' for k,v in self.fallbacks.items()) + "."
 
     def _parts(self): return (('The fit', self.totals), ('Per steady batch', self.steady), ('Compiled', self.compiled))
     def __repr__(self):
         parts = [f'{t}\n{df.to_string(index=t != "Compiled")}' for t,df in self._parts() if len(df)]
-        return '\n\n'.join(parts + list(self._notes()))
+        why = ['Causes'] + ['\n    '.join([f'- {w}', *lines, cure]).rstrip() for w,lines,cure in self._why()]
+        return '\n\n'.join(parts + ['\n'.join(why)]*(len(why) > 1) + list(self._notes()))
     def _repr_html_(self):
         parts = [f'<p><b>{t}</b></p>{df.to_html(index=t != "Compiled", border=0)}' for t,df in self._parts() if len(df)]
-        return '\n'.join(parts + [f'<p>{n}</p>' for n in self._notes()])
+        why = [f"<li>{escape(w)}{''.join(f'<br><code>{escape(l)}</code>' for l in lines)}<br>{escape(cure)}</li>" for w,lines,cure in self._why()]
+        return '\n'.join(parts + [f"<p><b>Causes</b></p><ul>{''.join(why)}</ul>"]*bool(why) + [f'<p>{n}</p>' for n in self._notes()])

@@ -6,7 +6,10 @@ Docs: https://fastai-xla.github.io/fastai_xla/api/runtime.html.md"""
 
 # %% auto #0
 __all__ = ['torch_xla', 'xm', 'met', 'look_every', 'device', 'is_xla', 'sync', 'XLACounts', 'xla_counts', 'count_xla', 'has_xla',
-           'fetch', 'send', 'Look', 'move_module', 'manual_seed', 'rng_state']
+           'fetch', 'send', 'send_batch', 'Look', 'move_module', 'is_pending', 'graph_text', 'hlo_text', 'graph_hash',
+           'graph_debug', 'graph_scope', 'memory_info', 'manual_seed', 'rng_state', 'cannot_replay', 'pending',
+           'buffers', 'n_holders', 'graph_inputs', 'compile_graph', 'run_graph', 'advance_rng', 'settle_tensors',
+           'shared_scalars']
 
 # %% ../nbs/api/00_runtime.ipynb #1444d027
 import operator, os, time, warnings
@@ -37,7 +40,8 @@ def _import_error(
         return f"torch {t} and torch_xla {x} do not match: they are built in pairs and must agree in their first two numbers. Install a pair:\n    {_install}"
     return f"torch_xla {x} is installed but does not load ({e}). Reinstall the pair:\n    {_install}" if e else ''
 
-# %% ../nbs/api/00_runtime.ipynb #a876acae
+# %% ../nbs/api/00_runtime.ipynb #ee655569
+os.environ.setdefault('XLA_METRICS_SAMPLES', '16')   # of each metric; reading one copies them all, and `xla_counts` reads three per batch
 torch_xla = xm = met = _XLAC = None
 _broken = _import_error()
 if not _broken:
@@ -120,13 +124,14 @@ def sync(
     "Compile (if the graph is new) and run everything that has been written down since the last sync"
     torch_xla.sync(wait=wait)
 
-# %% ../nbs/api/00_runtime.ipynb #a3ba3002
-_looks = [0]   # how often `Look` has looked
+# %% ../nbs/api/00_runtime.ipynb #555c087e
+_looks,_runs = [0],[0]   # how often `Look` has looked; graphs run by `run_graph`, which torch_xla does not count
 _metrics = dict(compiles='CompileTime', to_host='TransferFromDeviceTime', to_device='TransferToDeviceTime')
 
 class XLACounts:
     "What happened on the XLA device: exact counts, and seconds of compiling"
     _fields = ('compiles', 'executions', 'to_host', 'looks', 'to_device', 'compile_s', 'fallbacks')
+    _numbers = staticmethod(operator.attrgetter(*_fields[:-1]))
     def __init__(self,
         compiles:int=0, # Graphs compiled
         executions:int=0, # Graphs run
@@ -136,9 +141,9 @@ class XLACounts:
         compile_s:float=0., # Seconds of compiling
         fallbacks:Counter|None=None, # Operators without an XLA kernel that ran on the CPU -> how often
     ):
-        store_attr()
-        self.fallbacks = Counter(fallbacks or {})
-    def _combine(self, other, f): return type(self)(**{k: f(getattr(self, k), getattr(other, k)) for k in self._fields})
+        self.compiles,self.executions,self.to_host,self.looks,self.to_device,self.compile_s = compiles,executions,to_host,looks,to_device,compile_s
+        self.fallbacks = Counter(fallbacks) if fallbacks else Counter()
+    def _combine(self, other, f): return type(self)(*map(f, self._numbers(self), self._numbers(other)), f(self.fallbacks, other.fallbacks) if self.fallbacks or other.fallbacks else None)
     def __add__(self, other): return self._combine(other, operator.add)
     def __sub__(self, other): return self._combine(other, operator.sub)
     def __eq__(self, other): return all(getattr(self, k) == getattr(other, k) for k in self._fields)
@@ -152,9 +157,9 @@ def xla_counts() -> XLACounts:
     "The counters since the start of the process"
     if not torch_xla: return XLACounts()
     data = {k: met.metric_data(v) or (0, 0.) for k,v in _metrics.items()}
-    falls = {n: met.counter_value(n) for n in met.counter_names() if n.startswith('aten::') and n != 'aten::_local_scalar_dense'}
+    falls = {n: met.counter_value(n) for n in met.executed_fallback_ops() if n != 'aten::_local_scalar_dense'}
     launched = sum(met.counter_value(n) or 0 for n in ('CachedCompile', 'UncachedCompile'))
-    return XLACounts(**{k: v[0] for k,v in data.items()}, executions=launched, looks=_looks[0], compile_s=data['compiles'][1]/1e9, fallbacks=falls)
+    return XLACounts(**{k: v[0] for k,v in data.items()}, executions=launched+_runs[0], looks=_looks[0], compile_s=data['compiles'][1]/1e9, fallbacks=falls)
 
 @contextmanager
 def count_xla():
@@ -163,7 +168,7 @@ def count_xla():
     try: yield res
     finally: res.__dict__.update((xla_counts()-before).__dict__)
 
-# %% ../nbs/api/00_runtime.ipynb #20bc0b1a
+# %% ../nbs/api/00_runtime.ipynb #343267ff
 def _xla_tensors(o, found):
     if isinstance(o, torch.Tensor): found.append(o) if is_xla(o) else None
     elif isinstance(o, dict): [_xla_tensors(v, found) for v in o.values()]
@@ -216,6 +221,23 @@ def send(
     "Send tensors to `device`, ready to be updated in place"
     with torch.no_grad(): return [_send1(t, device) for t in ts]
 
+def _retyped(t, n):
+    if type(t) in (torch.Tensor, nn.Parameter): return n
+    n = torch.Tensor._make_subclass(type(t), n)   # `as_subclass` makes a view, and a view that was there at a sync is recorded otherwise than a new one
+    n.__dict__.update(t.__dict__)
+    return n
+
+def send_batch(
+    ts:list, # CPU tensors, strided and without gradient
+    device:torch.device, # An XLA device
+) -> list: # Tensors of the same types, on `device`
+    "Send tensors that are only read, such as a batch, to `device` in one transfer, each in its own dtype"
+    if not ts: return []
+    plain = [t.as_subclass(torch.Tensor) for t in ts]
+    if not hasattr(_XLAC, '_xla_tensors_from_aten'): new = [t.to(device) for t in plain]   # as many transfers as tensors
+    else: new = _XLAC._xla_tensors_from_aten(plain, [str(device)]*len(plain))
+    return [_retyped(t, n) for t,n in zip(ts, new)]
+
 # %% ../nbs/api/00_runtime.ipynb #fa56afe4
 look_every = 1. # Seconds between two looks
 
@@ -259,6 +281,57 @@ def move_module(
         if m._parameters[n] is not p: res[p] = m._parameters[n]
     return res
 
+# %% ../nbs/api/00_runtime.ipynb #d458b4b8
+def _core(name):
+    if not hasattr(_XLAC, name): raise RuntimeError(f"torch_xla {_version('torch_xla')} has no {name}, through which graphs are read. fastai_xla is tested with torch_xla 2.9; training does not need it.")
+    return getattr(_XLAC, name)
+
+def is_pending(
+    t:torch.Tensor, # XLA tensor
+) -> bool:
+    "Does `t` wait for the next sync to be computed?"
+    return bool(_core('_check_tensor_need_materialization')([t])[0])
+
+def graph_text(
+    ts:list, # XLA tensors
+) -> str: # One line for each operator that they wait for
+    "torch_xla's graph of `ts`, before a sync"
+    return _core('_get_xla_tensors_text')(list(ts))
+
+def hlo_text(
+    ts:list, # XLA tensors
+) -> str: # An HLO module, before optimization
+    "The program that would compute `ts`, before a sync"
+    return _core('_get_xla_tensors_hlo')(list(ts))
+
+def graph_hash(
+    ts:list, # XLA tensors
+) -> str: # Equal for graphs that share a program
+    "The name under which the program of `ts` is kept"
+    return _core('_get_graph_hash')(list(ts))
+
+@contextmanager
+def graph_debug():
+    "Within the block, operators are written down with the Python line they come from, and with their `graph_scope`"
+    was = _core('_get_ir_debug')()
+    _core('_set_ir_debug')(True)
+    try: yield
+    finally: _core('_set_ir_debug')(was)
+
+@contextmanager
+def graph_scope(
+    name:str, # What to call the operators' group
+):
+    "Within the block, under `graph_debug`, operators are written down as a group's; torch_xla puts `.` and a number behind its name"
+    scope = _core('profiler').scope_pusher(name)
+    try: yield
+    finally: del scope
+
+def memory_info() -> dict: # Empty where the device keeps no account, as the CPU
+    "The device's own account of its memory"
+    try: return dict(_core('_xla_memory_info')(str(torch_xla.device())))
+    except RuntimeError: return {}
+
 # %% ../nbs/api/00_runtime.ipynb #fe6d6a8d
 def manual_seed(
     seed:int, # Any integer
@@ -269,3 +342,81 @@ def manual_seed(
 def rng_state() -> int: # State to give to `manual_seed`
     "The random state of the XLA device"
     return _XLAC._xla_get_rng_seed(str(torch_xla.device())) if torch_xla and not _broken else 0
+
+# %% ../nbs/api/00_runtime.ipynb #4cd240fc
+_graph_names = """_get_tensors_handle _check_tensor_need_materialization _get_tensors_xla_device_data_node _get_seed_info_id _get_base_seed_as_tensor _get_graph_hash _xla_warm_up_cache _run_cached_graph
+    _set_buffer_donation _xla_set_rng_seed _xla_get_rng_seed _xla_sync_live_tensors _xla_tensors_from_aten _set_xla_enable_device_data_cache _set_xla_handle_special_scalars""".split()
+
+def cannot_replay() -> str: # Why; empty where graphs can be run again
+    "Does this torch_xla have what it takes to run a graph again?"
+    missing = [n for n in _graph_names if not hasattr(_XLAC, n)] if torch_xla else ['torch_xla itself']
+    if not missing:
+        try: from torch_xla.utils.buffer_donor_context import alias_with_buffer_donor_config
+        except ImportError: missing = ['utils.buffer_donor_context']
+    return f"torch_xla {_version('torch_xla')} has no {', '.join(missing)}; fastai_xla is tested with torch_xla 2.9" if missing else ''
+
+def pending(
+    ts:list, # XLA tensors
+) -> list: # A bool for each
+    "Which of `ts` are written down and not yet computed?"
+    return _XLAC._check_tensor_need_materialization(ts)
+
+def buffers(
+    ts:list, # XLA tensors that are computed
+) -> list: # A number for each
+    "The device's memory behind `ts`: equal for aliases"
+    return _XLAC._get_tensors_handle(ts)
+
+def n_holders(
+    t, # XLA tensor
+) -> int:
+    "How many tensors share the storage of `t`: 1 if it has no alias or view"
+    return torch._C._storage_Use_Count(t.untyped_storage()._cdata)
+
+def graph_inputs(
+    roots:list, # XLA tensors, not yet computed
+) -> tuple: # Ids (of tensors, `None` for the random state, other numbers for constants) and tensors
+    "What the graph of `roots` reads, in its order"
+    ids,ts = _XLAC._get_tensors_xla_device_data_node(roots)
+    seed = _XLAC._get_seed_info_id()
+    return [None if i == seed else i for i in ids],ts
+
+def compile_graph(
+    roots:list, # XLA tensors, not yet computed
+    donated:list=(), # Inputs, as from `graph_inputs`, whose memory the outputs may take over
+): # Handle for `run_graph`
+    "Compile the graph of `roots` without running it"
+    from torch_xla.utils.buffer_donor_context import alias_with_buffer_donor_config
+    for t in donated: _XLAC._set_buffer_donation(t, True)
+    try:
+        with alias_with_buffer_donor_config():
+            h = _XLAC._get_graph_hash(roots)
+            _XLAC._xla_warm_up_cache(roots, [])
+    finally:
+        for t in donated: _XLAC._set_buffer_donation(t, False)
+    return h
+
+def run_graph(
+    handle, # From `compile_graph`
+    inputs:list, # XLA tensors that are computed; `None` for the random state
+) -> list: # The graph's outputs, in the order of its roots
+    "Run a compiled graph, without waiting for it"
+    _runs[0] += 1
+    dv = str(torch_xla.device())
+    return _XLAC._run_cached_graph(handle, [_XLAC._get_base_seed_as_tensor(dv) if t is None else t for t in inputs])
+
+def advance_rng():
+    "Move the random state on, as `sync` does"
+    dv = str(torch_xla.device())
+    _XLAC._xla_set_rng_seed((1012031 + _XLAC._xla_get_rng_seed(dv)*7012063) % 2**64, dv)
+
+def settle_tensors():
+    "Compute what is written down, without moving the random state on"
+    _XLAC._xla_sync_live_tensors(str(torch_xla.device()), [], False)
+
+@contextmanager
+def shared_scalars():
+    "Within the block, equal Python numbers become one input of a graph instead of one for each use"
+    _XLAC._set_xla_enable_device_data_cache(True)
+    try: yield
+    finally: _XLAC._set_xla_enable_device_data_cache(False)

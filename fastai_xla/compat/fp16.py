@@ -17,9 +17,15 @@ from fastai.callback.fp16 import AMPMode, MixedPrecision
 
 from ..runtime import *
 
-# %% ../../nbs/api/04l_compat.fp16.ipynb #10247b7f
+# %% ../../nbs/api/04l_compat.fp16.ipynb #bc8ce346
 @patch
 def before_fit(self:MixedPrecision):
     if not any(map(is_xla, self.model.parameters())): return self._orig_before_fit()
     if self.amp_mode == AMPMode.FP16: warnings.warn("On XLA `to_fp16()` trains in bfloat16, without a gradient scaler: a TPU computes in bfloat16, and its range needs no scaling. `to_bf16()` says the same without this warning.")
     self.autocast,self.learn.scaler,self.scales = torch.autocast('xla', dtype=torch.bfloat16),GradScaler('cpu', enabled=False),L()
+    self.skipped = False
+
+@patch
+def before_step(self:MixedPrecision):
+    "Without a scaler no step is ever skipped"
+    if self.autocast.device != 'xla': self._orig_before_step()

@@ -19,7 +19,7 @@ from fastai.learner import AvgSmoothLoss, Recorder
 from ..runtime import *
 from .core import kept_on_device
 
-# %% ../../nbs/api/04b_compat.learner.ipynb #f30cf000
+# %% ../../nbs/api/04b_compat.learner.ipynb #bf9d0d95
 class _Zero:
     "A sum that has not begun: turns into zeros of the shape and on the device of what is added first"
     def __iadd__(self, o):
@@ -46,10 +46,24 @@ def accumulate(self:AvgSmoothLoss, learn):
     self.count += 1
     self.val = torch.lerp(to_detach(learn.loss.mean(), cpu=False), self.val, self.beta)
 
+def _note(rec, replayed):
+    "What `Recorder.after_batch` does, where the metrics `replayed.mets` have been accumulated and the smoothed loss is known"
+    if len(rec.yb) == 0: return
+    for met in rec._train_mets if rec.training else rec._valid_mets:
+        if any(met is o for o in replayed.mets): continue
+        _begin(met)
+        with kept_on_device(rec.learn): met.accumulate(rec.learn)
+    if not rec.training: return
+    rec.lrs.append(rec.opt.hypers[-1]['lr'])
+    rec.learn.smooth_loss = replayed.smooth_loss
+    rec.losses.append(rec.learn.smooth_loss)
+
 @patch
 def after_batch(self:Recorder):
     "Update all metrics and records lr and smooth loss in training"
     if not is_xla(self.learn.loss): return self._orig_after_batch()
+    replayed = self.learn.__dict__.get('replayed')
+    if replayed is not None: return _note(self, replayed)
     for met in self._train_mets if self.training else self._valid_mets: _begin(met)
     with kept_on_device(self.learn): self._orig_after_batch()
 

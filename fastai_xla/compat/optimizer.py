@@ -7,13 +7,14 @@ Docs: https://fastai-xla.github.io/fastai_xla/api/compat.optimizer.html.md"""
 # %% auto #0
 __all__ = ['restore_cleared', 'init_state', 'swap_params']
 
-# %% ../../nbs/api/04c_compat.optimizer.ipynb #5b8c4fb9
+# %% ../../nbs/api/04c_compat.optimizer.ipynb #9b561444
+import inspect
 from collections import defaultdict
 from functools import partial
 
 import torch
 from fastcore.all import *
-from fastai.optimizer import Optimizer, Lookahead, OptimWrapper, average_grad, average_sqr_grad, lamb_step, larc_layer_lr, larc_step, debias
+from fastai.optimizer import Optimizer, Lookahead, OptimWrapper, average_grad, average_sqr_grad, lamb_step, larc_layer_lr, larc_step, step_stat, debias
 
 from ..runtime import *
 
@@ -64,13 +65,16 @@ def step(self:Optimizer, closure=None):
     try: self._orig_step()
     finally: self.cbs = cbs
 
-# %% ../../nbs/api/04c_compat.optimizer.ipynb #e735a671
+# %% ../../nbs/api/04c_compat.optimizer.ipynb #59322dfc
 _made_by = {average_grad: 'grad_avg', average_sqr_grad: 'sqr_avg'}
 
 def _init_fastai(opt):
     names = [_made_by[f] for cb in opt.cbs if (f := getattr(cb, 'func', cb)) in _made_by]
     missing = [(p, n) for pg in opt.param_lists for p in pg if is_xla(p) and p.requires_grad for n in names if n not in opt.state[p]]
     for (p,n),z in zip(missing, send([torch.zeros(p.shape, dtype=p.dtype) for p,_ in missing], missing and missing[0][0].device)): opt.state[p][n] = z
+    for pg in opt.param_lists:
+        for p in pg:
+            if is_xla(p) and p.requires_grad: opt.state[p] = dict(step=0) | opt.state[p] if step_stat in opt.cbs else opt.state[p]
 
 def _init_torch(opt):
     ps = [p for g in opt.param_groups for p in g['params'] if is_xla(p) and p.requires_grad]
@@ -80,7 +84,7 @@ def _init_torch(opt):
     try:
         if isinstance(opt, torch.optim.RMSprop):   # a schedule may raise the momentum from 0 later, and then wants its buffer
             for g in opt.param_groups: g['momentum'] = 1.
-        for g in opt.param_groups: opt._init_group(g, *([] for _ in range(opt._init_group.__code__.co_argcount - 2)))
+        for g in opt.param_groups: opt._init_group(g, *([] for _ in range(len(inspect.signature(opt._init_group).parameters) - 1)))
         if isinstance(opt, torch.optim.SGD):
             for g in opt.param_groups:
                 if g['momentum'] and not g['dampening']:

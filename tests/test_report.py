@@ -1,0 +1,183 @@
+"""The report names what makes a fit slow, with the line, and nothing where nothing is wrong
+
+    make test ARGS='tests/test_report.py'"""
+import os
+os.environ['XLA_FLAGS'] = '--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true'   # short compiles; nothing here is timed
+import inspect, warnings
+import pytest, torch
+from fastai.vision.all import *
+from fastai_xla.all import *
+from fastai_xla.causes import OpWatch
+from fastai_xla.explain import XLAReportCallback
+from common import *
+
+class Planted(Callback):
+    run_valid = False
+
+class Item(Planted):
+    def after_loss(self):
+        self.learn.seen = self.loss.item()                  # planted
+
+class Bool(Planted):
+    def after_loss(self):
+        if self.loss > 0: self.learn.seen = 1               # planted
+
+class Host(Planted):
+    def after_pred(self):
+        self.learn.seen = self.pred.detach().cpu()          # planted
+
+class Crop(Planted):
+    def before_batch(self):
+        if self.train_iter % 3 == 2: self.learn.xb = (self.x[:, :, :6],)   # planted
+
+class Index(Planted):
+    def after_pred(self):
+        p = self.pred.detach()
+        self.learn.seen = p[p > 0].sum()                    # planted
+
+class Lgamma(Planted):
+    def after_loss(self):
+        self.learn.seen = torch.lgamma(self.loss.detach())  # planted
+
+class Power(Planted):
+    def after_loss(self):
+        self.learn.seen = self.loss.detach() ** (2 + self.train_iter/10)   # planted
+
+class Extra(Planted):
+    def after_loss(self):
+        if self.train_iter == 4: self.learn.seen = self.loss.detach().sin()   # planted
+
+class Kept(Planted):
+    def after_loss(self):
+        t = self.loss.detach().cos()                        # planted
+        if self.train_iter == 4: self.learn.seen = t
+
+class Double(Planted):
+    def before_batch(self):
+        if self.train_iter == 4: self.learn.xb = (self.x.half().float(),)   # planted
+
+class Weighted:
+    "A Python number in the loss that changes in each step"
+    steps = 0
+    def __call__(self, pred, y):
+        self.steps += 1
+        return F.cross_entropy(pred, y) * (1 + .01*self.steps)   # planted
+
+def line_of(cls): return next(l.strip() for l in inspect.getsource(cls).splitlines() if l.rstrip().endswith('# planted'))
+
+def watched(cbs=None, n_epoch=1, **kwargs):
+    set_seed(0)
+    learn = image_learner(cbs=cbs, **kwargs).to_xla()
+    learn.remove_cb(ProgressCallback)
+    with warnings.catch_warnings(record=True) as told, learn.no_logging():
+        warnings.simplefilter('always')
+        learn.fit(n_epoch, 1e-2, cbs=XLAReportCallback())
+    return learn,[str(w.message) for w in told if str(w.message).startswith('In ')]
+
+@pytest.mark.parametrize('cb,kinds,says', [(Item, {'transfer'}, '.item()'), (Bool, {'transfer'}, 'if'), (Host, {'transfer'}, '.cpu()'), (Crop, {'shape'}, 'xb[0] f32[16,1,8,8] became f32[16,1,6,8]'),
+    (Index, {'fallback', 'shape'}, 'nonzero'), (Lgamma, {'fallback'}, 'aten::lgamma'), (Power, {'constant'}, '2.0 became 2.1'), (Extra, {'operator'}, 'aten.sin'), (Kept, {'outputs'}, 'aten.cos'), (Double, {'operator'}, 'f16')])
+def test_found(cb, kinds, says):
+    learn,told = watched(cb())
+    causes = learn.xla_report().causes
+    assert set(causes.cause) == kinds, causes.to_string()
+    assert all(line_of(cb) in l and 'test_report.py' in l for l in causes.line), causes.line.tolist()
+    assert any(says in w for w in causes.what), causes.what.tolist()
+    assert len(told) == len(causes)                         # once each
+    assert line_of(cb) in repr(learn.xla_report()) and all(line_of(cb) in t for t in told)
+
+def test_number_in_loss():
+    learn,told = watched(loss_func=Weighted())
+    [cause] = learn.xla_report().causes.itertuples()
+    assert cause.cause == 'number' and line_of(Weighted) in cause.line and '1.01 became 1.02' in cause.what and len(told) == 1
+
+@pytest.mark.parametrize('kwargs', [{}, dict(opt_func=SGD), dict(opt_func=RAdam), dict(cbs=[MixUp()]), dict(cbs=[GradientClip(.1)]), dict(metrics=None)], ids=str)
+def test_clean(kwargs):
+    "Negative control, with a learning rate that changes in each step"
+    kwargs = dict(kwargs)
+    set_seed(0)
+    learn = image_learner(**kwargs).to_xla()
+    learn.remove_cb(ProgressCallback)
+    with learn.no_logging(): learn.fit_one_cycle(2, 1e-2, cbs=XLAReportCallback(warn=False))
+    causes = learn.xla_report().causes
+    if kwargs.get('opt_func') is RAdam: assert causes.cause.tolist() == ['operator'] and 'in radam_step' in causes.line[0]   # its rule changes at the sixth step
+    else: assert not len(causes) and 'no cause' in repr(learn.xla_report()), causes.to_string()
+
+def test_clean_augmented():
+    learn,told = watched(dls=image_dls(size=16, after_batch=[*aug_transforms(), Normalize.from_stats([.1], [.9], cuda=False)]))
+    assert not told and not len(learn.xla_report().causes), learn.xla_report()
+
+def test_library_line():
+    "What is in fastai's code is told with fastai's line"
+    learn,_ = watched(dls=image_dls(bs=12))        # 64 validation items: a last batch of 4
+    causes = learn.xla_report().causes
+    assert set(causes.cause) == {'shape'} and all('fastai' in l for l in causes.line) and any('xb[0] f32[12,1,8,8] became f32[4,1,8,8]' in w for w in causes.what), causes.to_string()
+
+def test_in_own_function():
+    "The line is the user's innermost, and the fit's own line is no answer"
+    def helper(t): return t.mean().item()
+    learn,_ = watched(Callback(after_loss=lambda self: helper(self.loss.detach())))
+    [line] = learn.xla_report().causes.line
+    assert 'in helper' in line and 'learn.fit' not in line
+
+def test_does_not_change():
+    "Watched or not: the same numbers, the same programs, and the replay back in its place"
+    def run(watch):
+        set_seed(0)
+        learn = image_learner().to_xla(replay=False)
+        manual_seed(0)
+        with learn.no_bar(), learn.no_logging():
+            with count_xla() as c: learn.fit_one_cycle(1, 1e-2, cbs=[XLAReportCallback()]*watch)
+        return [t.cpu() for t in learn.model.state_dict().values()],learn.recorder.losses,c
+    (a,la,_),(b,lb,c) = run(False),run(True)
+    assert all(torch.equal(x, y) for x,y in zip(a, b)) and la == lb and c.compiles == 0
+
+def test_exception_ends_watch():
+    class Fails(Callback):
+        def after_loss(self):
+            if self.training and self.train_iter == 2: raise ValueError('own')
+    learn = image_learner(cbs=Fails()).to_xla()
+    replay = learn.xla_opt.replay
+    with pytest.raises(ValueError), learn.no_bar(), learn.no_logging(): learn.fit(1, cbs=XLAReportCallback())
+    assert not torch.utils._python_dispatch._get_current_dispatch_mode_stack() and learn.xla_opt.replay is replay
+
+def test_needs_xla():
+    learn = image_learner()
+    with pytest.raises(RuntimeError, match='to_xla'), learn.no_bar(), learn.no_logging(): learn.fit(1, cbs=XLAReportCallback())
+
+def test_hint():
+    "A fit that was not watched says how to find out, if it is not clean"
+    for cb,hint in ((Item(), True), (None, False)):
+        learn = image_learner(cbs=cb).to_xla(replay=False)
+        with learn.no_bar(), learn.no_logging(): learn.fit(1)
+        assert ('XLAReportCallback' in repr(learn.xla_report())) == hint and not len(learn.xla_report().causes)
+
+def test_afterwards():
+    "Causes of a fit that has not been watched; of a clean one none"
+    for cb,n in ((Crop(), 1), (Item(), 1), (None, 0)):
+        learn = image_learner(cbs=cb).to_xla(replay=False)
+        with learn.no_bar(), learn.no_logging(): learn.fit(1)
+        causes = learn.xla_report(causes=True).causes
+        assert len(causes) == n, causes.to_string()
+
+def test_mode_keeps_inplace():
+    "Tensors made under the watch can be updated and viewed as outside of it"
+    dev = device()
+    def f():
+        a = torch.zeros(2, 2, device=dev)
+        a += 1
+        a.view(4)[1:] *= 3
+        b = torch.empty_like(torch.ones(2), device=dev).copy_(torch.ones(2))
+        b[0] = 5
+        return torch.cat([a.view(4), b]).cpu()
+    with OpWatch(): res = f()
+    assert torch.equal(res, f()) and res.tolist() == [1, 3, 3, 3, 5, 1]
+
+def test_lowering_ops():
+    learn = image_learner(cbs=Lgamma()).to_xla()
+    ops = learn.show_lowering_ops()
+    assert list(ops[ops.runs == 'CPU'].index) == ['aten.lgamma'] and line_of(Lgamma) in ops.line['aten.lgamma'] and ops.calls['aten.lgamma'] == 1
+    assert ops.calls['aten.convolution'] == 2 and ops.calls['aten.convolution_backward'] == 2        # the net has two
+    clean = image_learner().to_xla().show_lowering_ops()
+    assert not (clean.runs == 'CPU').any()
+    grid = image_learner(dls=image_dls(size=16, after_batch=Rotate(p=1.))).to_xla().show_lowering_ops()
+    assert (grid.runs == 'XLA, by fastai_xla').any()
