@@ -33,18 +33,20 @@ def digits_path(
         Image.fromarray((img*(255/16)).astype(np.uint8)).save(dest)
     return path
 
-# %% ../nbs/api/13_cli.ipynb #5ee7fc56
+# %% ../nbs/api/13_cli.ipynb #b38c16bc
 def digits_dls(
     path:str|Path, # Folder made by `digits_path`
     bs:int=64, # Batch size
 ) -> DataLoaders:
     "fastai `DataLoaders` of the digits, as a vision `DataBlock`"
-    block = DataBlock(blocks=(ImageBlock(PILImageBW), CategoryBlock), get_items=get_image_files, splitter=GrandparentSplitter(), get_y=parent_label, batch_tfms=Normalize.from_stats([.3], [.38], cuda=False))
+    block = DataBlock(blocks=(ImageBlock(PILImageBW), CategoryBlock), get_items=get_image_files, splitter=GrandparentSplitter(), get_y=parent_label,
+        batch_tfms=Normalize.from_stats([.3], [.38], cuda=False))
     return block.dataloaders(path, bs=bs, num_workers=0)
 
 def digits_model() -> nn.Module: # Of 3 convolutions; takes (n, 1, 8, 8), returns (n, 10)
     "A small convnet for the digits"
-    return nn.Sequential(ConvLayer(1, 32), ConvLayer(32, 64, stride=2), ConvLayer(64, 128, stride=2), nn.AdaptiveAvgPool2d(1), Flatten(), nn.Linear(128, 10))
+    return nn.Sequential(ConvLayer(1, 32), ConvLayer(32, 64, stride=2), ConvLayer(64, 128, stride=2), nn.AdaptiveAvgPool2d(1), Flatten(),
+        nn.Linear(128, 10))
 
 # %% ../nbs/api/13_cli.ipynb #d1576fa8
 @call_parse
@@ -68,11 +70,12 @@ def demo(
         with loaded.no_bar(): label,_,probs = loaded.predict(digit)
         print(f'\nThe exported learner, on the CPU, takes {digit.parent.name}/{digit.name} for a {label} (probability {probs.max():.3f})')
 
-# %% ../nbs/api/13_cli.ipynb #86b1a916
+# %% ../nbs/api/13_cli.ipynb #06b3fa9c
 @call_parse
 def doctor():
     "Tell versions and devices, and try one training step on the XLA device"
-    for name in ('torch', 'torchvision', 'torch_xla', 'fastai', 'fastcore', 'libtpu', 'fastai_xla'): print(f"{name:12} {_version(name) or 'not installed'}")
+    for name in ('torch', 'torchvision', 'torch_xla', 'fastai', 'fastcore', 'libtpu', 'fastai_xla'):
+        print(f"{name:12} {_version(name) or 'not installed'}")
     print(f"{'python':12} {sys.version.split()[0]}")
     try: dev = device()
     except (ImportError, RuntimeError) as e: sys.exit(f'\n{e}')

@@ -28,7 +28,7 @@ from .hlo import *
 from .lowerings.core import *
 from .learner import *
 
-# %% ../nbs/api/08a_explain.ipynb #e32c37cc
+# %% ../nbs/api/08a_explain.ipynb #ccebaab3
 def _input_specs(xs, name): return {f'{name}[{i}]': spec(x) for i,x in enumerate(xs) if isinstance(x, torch.Tensor)}
 
 class XLAReportCallback(Callback):
@@ -40,7 +40,8 @@ class XLAReportCallback(Callback):
     ): self.warn,self._watch = warn,watch
 
     def before_fit(self):
-        if not hasattr(self.learn, 'xla_opt'): raise RuntimeError("This learner is not on an XLA device, so there is nothing to watch. Call `learn.to_xla()` before you fit.")
+        if not hasattr(self.learn, 'xla_opt'):
+            raise RuntimeError("This learner is not on an XLA device, so there is nothing to watch. Call `learn.to_xla()` before you fit.")
         self.watch,self.told,opt = self._watch or OpWatch(),set(),self.learn.xla_opt
         self.replay,self.learn.replayed = getattr(opt, 'replay', None),None
         opt.log.watch,opt.replay = self.watch,None   # of a step that is run again there is nothing to see
@@ -69,7 +70,7 @@ class XLAReportCallback(Callback):
         self.learn.xla_opt.replay,self.watching = self.replay,False
     after_cancel_fit = after_fit
 
-# %% ../nbs/api/08a_explain.ipynb #aa8c05ac
+# %% ../nbs/api/08a_explain.ipynb #1938c158
 def _walk(o, held, ts):
     "Collect the dicts and lists under `o` with what they hold, and the XLA tensors in them"
     if isinstance(o, torch.Tensor) and is_xla(o) and o.grad_fn is None: ts[id(o)] = o
@@ -122,7 +123,8 @@ class _Dry(Callback):
     def before_validate(self): raise CancelFitException()
 
 def _dry_fit(learn, n, *cbs):
-    if not hasattr(learn, 'xla_opt'): raise RuntimeError("This learner is not on an XLA device, and it is there that a step is looked at. Call `learn.to_xla()` first.")
+    if not hasattr(learn, 'xla_opt'):
+        raise RuntimeError("This learner is not on an XLA device, and it is there that a step is looked at. Call `learn.to_xla()` first.")
     with unchanged(learn), learn.no_bar(), learn.no_logging():
         learn.xla_opt.log = CostLog()
         learn.remove_cbs([cb for cb in learn.cbs if isinstance(cb, CSVLogger)])   # it begins its file anew in every fit
@@ -196,11 +198,12 @@ def _trace(learn, n=2):
     with graph_debug(), tracer.modules(learn.model): log = _dry_fit(learn, n, XLAReportCallback(warn=False, watch=tracer), take)
     return tracer,take,log
 
-# %% ../nbs/api/08a_explain.ipynb #89ed33c1
+# %% ../nbs/api/08a_explain.ipynb #d0fce3e6
 def _program(name, h):
     n = lambda ls: sum(s.nbytes for i in ls for s in i.shapes)
     counts = dict(program=name, inputs=len(h.inputs), outputs=len(h.outputs), constants=len(h.constants), instructions=len(h.live))
-    return counts | {'input bytes': n(h.inputs), 'output bytes': sum(s.nbytes for s in h.outputs), 'constant bytes': n(h.constants), 'Mflops': round(costs(h).flops.sum()/1e6, 2)}
+    return counts | {'input bytes': n(h.inputs), 'output bytes': sum(s.nbytes for s in h.outputs), 'constant bytes': n(h.constants),
+        'Mflops': round(costs(h).flops.sum()/1e6, 2)}
 
 class StepReport:
     "A training step, seen from the inside; tables in a notebook, text in a terminal"
@@ -225,7 +228,8 @@ class StepReport:
         if self.memory: yield f"Memory of the device: {', '.join(f'{k} {v}' for k,v in self.memory.items())}."
         if len(self.causes): yield f"{len(self.causes)} causes of extra programs, transfers or fallbacks: see `.causes`."
     def __repr__(self): return '\n\n'.join([self.programs.T.to_string(), f'Operators\n{self._top().to_string()}', *self._notes()])
-    def _repr_html_(self): return '\n'.join([self.programs.T.to_html(border=0), self._top().to_html(border=0), *(f'<p>{n}</p>' for n in self._notes())])
+    def _repr_html_(self):
+        return '\n'.join([self.programs.T.to_html(border=0), self._top().to_html(border=0), *(f'<p>{n}</p>' for n in self._notes())])
 
 def explain_step(
     learn:Learner, # Learner on an XLA device

@@ -7,8 +7,8 @@ Docs: https://fastai-xla.github.io/fastai_xla/api/hlo.html.md"""
 # %% auto #0
 __all__ = ['Shape', 'shapes_in', 'Instr', 'Hlo', 'flops', 'costs', 'Node', 'read_graph', 'Box', 'Graph', 'diff_graphs']
 
-# %% ../nbs/api/02b_hlo.ipynb #710b9501
-import math, re, shutil
+# %% ../nbs/api/02b_hlo.ipynb #830a427d
+import math, re, shutil, subprocess
 from collections import Counter
 from html import escape
 from operator import itemgetter
@@ -18,8 +18,9 @@ from typing import NamedTuple
 import pandas as pd
 from fastcore.all import *
 
-# %% ../nbs/api/02b_hlo.ipynb #fa620bc6
-_bytes = dict(pred=1, s4=1, u4=1, s8=1, u8=1, f8e4m3fn=1, f8e5m2=1, s16=2, u16=2, f16=2, bf16=2, s32=4, u32=4, f32=4, s64=8, u64=8, f64=8, c64=8, c128=16)
+# %% ../nbs/api/02b_hlo.ipynb #9e587baf
+_bytes = dict(pred=1, s4=1, u4=1, s8=1, u8=1, f8e4m3fn=1, f8e5m2=1, s16=2, u16=2, f16=2, bf16=2,
+    s32=4, u32=4, f32=4, s64=8, u64=8, f64=8, c64=8, c128=16)
 _shape_re = re.compile(r'\b([a-z]+\d*[a-z0-9]*)\[([\d,<=]*)\]')
 
 class Shape(NamedTuple):
@@ -61,10 +62,18 @@ class Instr:
     def numel(self) -> int: return sum(s.numel for s in self.shapes)
     @property
     def nbytes(self) -> int: return sum(s.nbytes for s in self.shapes)
-    def attr(self, name, default=''):
+    def attr(self,
+        name:str, # Name of an attribute, e.g. 'dimensions'
+        default:str='', # Value where there is none
+    ) -> str: # As it is written
+        "The attribute of this name"
         m = re.search(rf'\b{name}=(\{{[^}}]*\}}|[^,\s]+)', self.attrs)
         return m.group(1) if m else default
-    def dims(self, name): return [int(x) for x in re.findall(r'\d+', self.attr(name))]
+    def dims(self,
+        name:str, # Name of an attribute, e.g. 'dimensions'
+    ) -> list: # Of ints
+        "The numbers in an attribute"
+        return [int(x) for x in re.findall(r'\d+', self.attr(name))]
     @property
     def aten(self) -> str: # '' for an instruction without one
         "The operator of PyTorch that it comes from"
@@ -103,17 +112,24 @@ class Hlo:
                 if line.lstrip().startswith('ENTRY'): self.entry = instrs
             elif ins := _instr(line): instrs.append(ins)
         self.live = _reached(self.entry)
-    def find(self, opcode): return [i for i in self.live if i.opcode == opcode]
+    def find(self,
+        opcode:str, # e.g. 'dot'
+    ) -> list: # `Instr`s
+        "All live instructions of this kind"
+        return [i for i in self.live if i.opcode == opcode]
     @property
     def inputs(self): return self.find('parameter')
     @property
     def constants(self): return self.find('constant')
     @property
     def outputs(self): return next((i.shapes for i in self.entry if i.root), [])
-    def __repr__(self): return f"HLO module of {len(self.live)} instructions: {len(self.inputs)} inputs, {len(self.constants)} constants, {len(self.outputs)} outputs"
+    def __repr__(self):
+        n = dict(inputs=self.inputs, constants=self.constants, outputs=self.outputs)
+        return f"HLO module of {len(self.live)} instructions: {', '.join(f'{len(v)} {k}' for k,v in n.items())}"
 
-# %% ../nbs/api/02b_hlo.ipynb #bcc3bfae
-_pointwise = set('add subtract multiply divide maximum minimum power negate abs exponential exponential-minus-one log log-plus-one logistic tanh sine cosine tan sqrt rsqrt cbrt floor ceil round-nearest-even round-nearest-afz sign remainder atan2 erf'.split())
+# %% ../nbs/api/02b_hlo.ipynb #c8d4b1f5
+_pointwise = set('add subtract multiply divide maximum minimum power negate abs exponential exponential-minus-one log log-plus-one logistic tanh '
+    'sine cosine tan sqrt rsqrt cbrt floor ceil round-nearest-even round-nearest-afz sign remainder atan2 erf'.split())
 
 def _dot(i, ins):
     lhs = ins[i.operands[0]].shapes[0]
@@ -133,7 +149,8 @@ def _conv(i, ins):
     win,n = dict(re.findall(r'(\w+)=([\w\-x]+)', i.attr('window'))),len(spatial)
     num = lambda k: [int(v) for v in win[k].split('x')] if k in win else [1]*n
     pads = [tuple(int(v) for v in p.split('_')) for p in win['pad'].split('x')] if 'pad' in win else [(0, 0)]*n
-    hits = [_hits(lhs[l.index(c)], i.shapes[0].dims[o.index(c)], rhs[r.index(c)], s, p[0], d, kd) for c,s,p,d,kd in zip(spatial, num('stride'), pads, num('lhs_dilate'), num('rhs_dilate'))]
+    hits = [_hits(lhs[l.index(c)], i.shapes[0].dims[o.index(c)], rhs[r.index(c)], s, p[0], d, kd)
+        for c,s,p,d,kd in zip(spatial, num('stride'), pads, num('lhs_dilate'), num('rhs_dilate'))]
     groups,batch_groups = (int(i.attr(f'{k}_group_count', '1')) for k in ('feature', 'batch'))
     return 2*(lhs[l.index('f')]//groups)*rhs[r.index('o')]*(lhs[l.index('b')]//batch_groups)*math.prod(hits)
 
@@ -165,7 +182,7 @@ def costs(
     df = pd.DataFrame(rows, columns='op instructions flops bytes'.split()).groupby('op').sum()
     return df.sort_values(['flops', 'bytes'], ascending=False)
 
-# %% ../nbs/api/02b_hlo.ipynb #1245c49f
+# %% ../nbs/api/02b_hlo.ipynb #71e85ef0
 class Node:
     "One operator of torch_xla's graph"
     def __init__(self,
@@ -185,16 +202,19 @@ def _field(line, name):
     m = re.search(rf'\b{name}=([^,]*)', line)
     return m.group(1) if m else ''
 
-def _scope(s): return re.sub(r'\.\d+$', '', re.split(r'/(?=(?:aten|xla|prim|torch_xla)::)', s)[0]) if s and not re.match(r'(aten|xla|prim|torch_xla)::', s) else ''
+def _scope(s):
+    if not s or re.match(r'(aten|xla|prim|torch_xla)::', s): return ''
+    return re.sub(r'\.\d+$', '', re.split(r'/(?=(?:aten|xla|prim|torch_xla)::)', s)[0])
 
 def read_graph(
     text:str, # What `graph_text` gives
 ) -> list: # `Node`s, each after those it takes
     "Read torch_xla's text of a graph"
     found = [(m, l.strip()) for l in text.splitlines() for m in [_node_re.match(l.strip())] if m]
-    return [Node(int(m[1]), m[3], shapes_in(m[2]), [int(i) for i in re.findall(r'%(\d+)', m[4])], _scope(_field(l, 'scope')), _field(l, 'location'), 'ROOT=' in l) for m,l in found]
+    return [Node(int(m[1]), m[3], shapes_in(m[2]), [int(i) for i in re.findall(r'%(\d+)', m[4])], _scope(_field(l, 'scope')), _field(l, 'location'),
+        'ROOT=' in l) for m,l in found]
 
-# %% ../nbs/api/02b_hlo.ipynb #1fd14808
+# %% ../nbs/api/02b_hlo.ipynb #95e12fd6
 class Box:
     "Operators of one scope"
     def __init__(self,
@@ -204,7 +224,8 @@ class Box:
     @property
     def label(self):
         ops = Counter(n.op.split('::')[1] for n in self.nodes)
-        return self.name + (f" ({len(self.nodes)})" if len(self.nodes) > 1 else ''), ', '.join(f'{o} x{c}' if c > 1 else o for o,c in ops.most_common(3)) + (' ...' if len(ops) > 3 else '')
+        told = ', '.join(f'{o} x{c}' if c > 1 else o for o,c in ops.most_common(3)) + (' ...' if len(ops) > 3 else '')
+        return self.name + (f" ({len(self.nodes)})" if len(self.nodes) > 1 else ''),told
 
 def _folded(scope, depth):
     phase,_,path = scope.partition('/')
@@ -288,9 +309,9 @@ class Graph:
 
     def _graphviz(self):
         if not shutil.which('dot'): return ''
-        try: import graphviz
-        except ImportError: return ''
-        return graphviz.Source(self.dot).pipe(format='svg').decode()
+        try: svg = subprocess.run(['dot', '-Tsvg'], input=self.dot, capture_output=True, text=True, check=True, timeout=60).stdout
+        except (OSError, subprocess.SubprocessError): return ''
+        return svg[svg.find('<svg'):]
 
     def save(self,
         file, # '.txt' for torch_xla's graph, '.hlo' for HLO, '.dot' for graphviz, '.svg' for the picture
@@ -298,17 +319,19 @@ class Graph:
         "Write the graph to a file"
         kinds = {'.txt': lambda: self.text, '.hlo': lambda: self.hlo, '.dot': lambda: self.dot, '.svg': lambda: self._graphviz() or _svg(self)}
         ext = Path(file).suffix
-        if ext not in kinds: raise ValueError(f"A graph is written as {', '.join(kinds)}, and '{ext}' is none of these: give the file one of these endings.")
+        if ext not in kinds:
+            raise ValueError(f"A graph is written as {', '.join(kinds)}, and '{ext}' is none of these: give the file one of these endings.")
         Path(file).write_text(kinds[ext]())
 
-# %% ../nbs/api/02b_hlo.ipynb #154a09b6
+# %% ../nbs/api/02b_hlo.ipynb #293c4d6f
 _colors = dict(forward='#dbe9f6', backward='#fde3cf', update='#e2f0d9')
 
 def _svg(g, w=210, h=40, dx=20, dy=44):
     rows = g._rows()
     width = max(map(len, rows), default=1)*(w+dx)
     at = {k: ((width-len(r)*(w+dx))//2 + i*(w+dx), y*(h+dy)) for y,r in enumerate(rows) for i,k in enumerate(r)}
-    text = lambda x,y,s,size,anchor='middle': f'<text x="{x}" y="{y}" font-size="{size}" text-anchor="{anchor}">{escape(s if len(s) < 38 else s[:36]+"..")}</text>'
+    short = lambda s: escape(s if len(s) < 38 else s[:36]+"..")
+    text = lambda x,y,s,size,anchor='middle': f'<text x="{x}" y="{y}" font-size="{size}" text-anchor="{anchor}">{short(s)}</text>'
     out = []
     for (a,b),s in g.edges.items():
         (x1,y1),(x2,y2) = at[a],at[b]
@@ -323,11 +346,14 @@ def _svg(g, w=210, h=40, dx=20, dy=44):
     for k,(x,y) in at.items():
         color = _colors.get(k.split('/')[0], '#eeeeee')
         name,ops = g.boxes[k].label
-        out.append(f'<rect x="{x}" y="{y}" width="{w}" height="{h}" rx="5" fill="{color}" stroke="#555"/>' + text(x+w//2, y+16, name, 12) + text(x+w//2, y+31, ops, 10))
-    head = '<defs><marker id="arrow" viewBox="0 0 8 8" refX="8" refY="4" markerWidth="7" markerHeight="7" orient="auto"><path d="M0,0 L8,4 L0,8 z" fill="#888"/></marker></defs>'
-    return f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="-5 -5 {width+80} {len(rows)*(h+dy)}" width="{min(width+80, 900)}" font-family="sans-serif">{head}{"".join(out)}</svg>'
+        out.append(f'<rect x="{x}" y="{y}" width="{w}" height="{h}" rx="5" fill="{color}" stroke="#555"/>' + text(x+w//2, y+16, name, 12)
+            + text(x+w//2, y+31, ops, 10))
+    marker = '<marker id="arrow" viewBox="0 0 8 8" refX="8" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
+    head = f'<defs>{marker}<path d="M0,0 L8,4 L0,8 z" fill="#888"/></marker></defs>'
+    size = f'viewBox="-5 -5 {width+80} {len(rows)*(h+dy)}" width="{min(width+80, 900)}"'
+    return f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif">{head}{"".join(out)}</svg>'
 
-# %% ../nbs/api/02b_hlo.ipynb #8af4ebfa
+# %% ../nbs/api/02b_hlo.ipynb #4d2bdba2
 def _counted(g):
     if isinstance(g, Graph): return g.count()
     h = g if isinstance(g, Hlo) else Hlo(g)
@@ -338,6 +364,9 @@ def diff_graphs(
     b, # Another of the same kind
 ) -> pd.DataFrame: # One row for each operator and shape whose number differs; empty for equal graphs
     "The operators in one graph and not in the other"
-    if isinstance(a, Graph) != isinstance(b, Graph): raise TypeError("One of these is a `Graph` of ATen operators and the other is HLO, which have no operator in common. Compare `a.hlo` with the HLO.")
+    if isinstance(a, Graph) != isinstance(b, Graph):
+        raise TypeError("One of these is a `Graph` of ATen operators and the other is HLO, which have no operator in common. Compare `a.hlo` with "
+            "the HLO.")
     ca,cb = _counted(a),_counted(b)
-    return pd.DataFrame([dict(op=o, shapes=s, a=ca[o,s], b=cb[o,s]) for o,s in sorted(ca.keys()|cb.keys()) if ca[o,s] != cb[o,s]], columns='op shapes a b'.split())
+    return pd.DataFrame([dict(op=o, shapes=s, a=ca[o,s], b=cb[o,s]) for o,s in sorted(ca.keys()|cb.keys()) if ca[o,s] != cb[o,s]],
+        columns='op shapes a b'.split())

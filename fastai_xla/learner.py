@@ -73,20 +73,20 @@ def settle(
         raise RuntimeError(f"The optimizer holds {len(lost)} parameters (the first of shape {tuple(lost[0].shape)}, on {lost[0].device}) that are not the model's: on XLA they would train nothing, silently. "
                            "Let `splitter` take its parameters from the model it is given, and create the optimizer with `learn.create_opt()`.")
 
-# %% ../nbs/api/07_learner.ipynb #920c42ab
+# %% ../nbs/api/07_learner.ipynb #1a0d3f71
 class XLAOptCallback(Callback):
     "The optimizer's state before the first step, one sync at the end of each batch, and the books for `xla_report`"
     order,remove_on_fetch = 1000,False
     def __init__(self,
         device:torch.device, # XLA device of the learner
     ):
-        self.device,self.log,self.fitting,self.replay = device,CostLog(),False,None
+        self.device,self.log,self.fitting,self.replay,self.ran = device,CostLog(),False,None,False
 
     def before_fit(self):
         settle(self.learn)
         self.shapes = {}
         if self.opt is not None: init_state(self.opt)
-        sync()
+        self.settle()
         if self.fitting: self.log.between('before the fit')
 
     def before_batch(self):
@@ -94,12 +94,21 @@ class XLAOptCallback(Callback):
         _check_shapes(self.learn, self.shapes.setdefault(self.training, {}))
 
     def after_batch(self):
-        if self.learn.__dict__.get('replayed') is None: sync()
-        elif self.replay.strangers(): settle_tensors()
-        if self.fitting: self.log.batch('training' if self.training else 'validation', f'epoch {self.epoch}, batch {self.iter}')
+        self.settle(self.replay is None or self.replay.strangers())
+        if self.fitting: self.log.batch('training' if self.training else 'validation', f'epoch {self.epoch}, batch {self.iter}', bool(self.replay and self.replay.tracing))
+
+    def settle(self, written=True):
+        "Compute what is written down. A step that was replayed has been computed and has moved the random state on; is there more?"
+        if not self.ran: sync()
+        elif written:
+            before = xla_counts().executions
+            settle_tensors()
+            if self.replay: self.replay.prepared += xla_counts().executions-before
+        self.ran = False
+        if self.replay: self.replay.advance()
 
     def _between(self, where):
-        sync()
+        self.settle()
         if self.fitting: self.log.between(f'{where} epoch {self.epoch}')
 
     def before_train(self):    self._between('before training,')
@@ -131,34 +140,36 @@ def _check_shapes(learn, seen):
         warnings.warn(f"Batches have come in three shapes so far: {', '.join(map(str, seen))}. XLA compiles a graph for each, which takes far longer than a step. Give all items one shape: `item_tfms=Resize(size)` for images, "
                       "`pad_input` or `text_lengths` for texts, or `drop_last=True` where only the number of items differs.")
 
-# %% ../nbs/api/07_learner.ipynb #b0e46a58
+# %% ../nbs/api/07_learner.ipynb #2da6d0de
 def _as_xla_device(d):
     if d is None or isinstance(d, int): return device(d or 0)
     d = torch.device(d)
     if not is_xla(d): raise ValueError(f"to_xla('{d}'): this call takes an XLA device: nothing for the first one, a number, or 'xla:0'. For other devices there is `learn.dls.to('{d}')`, and `learn.detach_xla()` to come back to the CPU.")
     return device(d.index or 0)
 
-def _recorder(learn):
-    if not (why := cannot_replay()): return Replay(learn)
+def _recorder(learn, n_steps, warn):
+    if not (why := cannot_replay()): return Replay(learn, n_steps, warn)
     warnings.warn(f"Steps cannot be recorded and run again here: {why}. Training goes on without, each step traced anew.")
 
 @patch
 def to_xla(self:Learner,
     device:torch.device|str|int|None=None, # XLA device, its name or number; the first one by default
-    replay:bool=False, # Record each step once and run it again, where that is proved safe? `replay` has the story
+    replay:bool|str='auto', # Record each step once and run it again, where that is proved safe? `False` traces every step; `True` warns of what cannot be recorded
+    steps_per_execution:int=1, # Steps that are recorded and run as one program: for small models, where the device waits for Python
 ) -> Learner: # The learner itself
     "Train, validate and predict on an XLA device from now on"
     device = _as_xla_device(device)
+    if steps_per_execution < 1 or steps_per_execution > 1 and not replay: raise ValueError(f"to_xla(replay={replay}, steps_per_execution={steps_per_execution}): steps are run together once they are recorded, so this takes a number from 1 on, and `replay='auto'`.")
     if getattr(self, 'dls', None) is None: raise ValueError("This learner has no DataLoaders, and on XLA they send the batches to the device. Set `learn.dls` first, then call `learn.to_xla()`.")
     if defaults.use_cuda is False: raise ValueError("fastai has been told to put everything on the CPU, by `default_device(False)`. Take that back with `default_device(None)`, then call `learn.to_xla()`.")
     register_lowerings()
     if hasattr(self, 'xla_opt'): self.xla_opt.device = device
     else: self.add_cb(XLAOptCallback(device))
-    self.xla_opt.replay = _recorder(self) if replay else None
+    self.xla_opt.replay,self.replayed = _recorder(self, steps_per_execution, replay is True) if replay else None,None
     settle(self)
     return self
 
-# %% ../nbs/api/07_learner.ipynb #4e84c66c
+# %% ../nbs/api/07_learner.ipynb #ebea7d81
 @patch
 def create_opt(self:Learner):
     "Create an optimizer with default hyper-parameters"
@@ -179,18 +190,21 @@ def fit(self:Learner, n_epoch, lr=None, wd=None, cbs=None, reset_opt=False, star
     settle(self)
     cb = self.xla_opt
     cb.log.start()
+    if cb.replay: cb.replay.start()
     cb.fitting = True
     try: self._orig_fit(n_epoch, **args)
-    finally: cb.fitting = False
+    finally:
+        cb.settle()
+        cb.fitting = False
 
-# %% ../nbs/api/07_learner.ipynb #eafbf32b
+# %% ../nbs/api/07_learner.ipynb #7b0cd9d0
 def _recover(learn):
     for p in learn.model.parameters(): p.grad = None
     learn('after_cancel_fit')
     for cb in learn.cbs:
         if isinstance(cb, (LRFinder, ProgressCallback, CSVLogger)): cb.after_fit()
     torch.set_autocast_enabled('xla', False)
-    sync()
+    learn.xla_opt.settle()
     if hasattr(learn, 'recorder'): fetch_attrs(learn.recorder, learn.recorder.smooth_loss)
     learn._end_cleanup()
 
@@ -236,9 +250,10 @@ def export(self:Learner, fname='export.pkl', **kwargs):
         self.add_cb(cb)
         settle(self)
 
-# %% ../nbs/api/07_learner.ipynb #a2e23f67
+# %% ../nbs/api/07_learner.ipynb #74258936
 @patch
 def xla_report(self:Learner) -> XLAReport: # Tables of compiles, executions, transfers and fallbacks
     "What the last fit has cost on the XLA device"
     if not hasattr(self, 'xla_opt'): raise RuntimeError("This learner is not on an XLA device, so there is nothing to report. Call `learn.to_xla()` before you fit.")
-    return XLAReport(self.xla_opt.log)
+    replay = self.xla_opt.replay
+    return XLAReport(self.xla_opt.log, replay and replay.plain)

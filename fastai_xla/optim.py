@@ -23,6 +23,16 @@ def _put_back(noted):
         vars(m).update(attrs)
         for k,b in bufs.items(): m._buffers[k].data.copy_(b)
 
+# %% ../nbs/api/11_optim.ipynb #ec7457e5
+class _Notes:
+    "Forward hook of a model that notes what it is like before a training batch"
+    def __init__(self): self.noted,self.on = None,True
+    def __call__(self, model, args):
+        if model.training and self.on: self.noted = _noted(model)
+    def taken(self):
+        noted,self.noted = self.noted,None
+        return noted
+
 # %% ../nbs/api/11_optim.ipynb #c972d0f9
 def _norm(ts): return torch.stack([t.to(torch.promote_types(t.dtype, torch.float32)).norm() for t in ts]).norm()
 
@@ -33,9 +43,11 @@ def _perturb(ps, rho, adaptive, eta):
     step = rho/(_norm(gs)+1e-12)
     for p,g,s in zip(ps, gs, scales): p.data.add_((g if s is None else g*s)*step.to(g.dtype))
 
-# %% ../nbs/api/11_optim.ipynb #a2cb1a83
+# %% ../nbs/api/11_optim.ipynb #fdfa74b5
 class SAM(Callback):
-    "Sharpness-aware minimisation: step with the gradient at the worst place within `rho`. Two forward and backward passes per batch ([Foret et al. 2021](https://arxiv.org/abs/2010.01412))"
+    """Sharpness-aware minimisation: step with the gradient at the worst place within `rho`
+
+    Two forward and backward passes per batch ([Foret et al. 2021](https://arxiv.org/abs/2010.01412))"""
     order,run_valid = MixedPrecision.order-2,False
     def __init__(self,
         rho:float=.05, # Distance of the perturbation; with `adaptive` some ten times as much
@@ -45,19 +57,30 @@ class SAM(Callback):
     ):
         if rho <= 0: raise ValueError(f"SAM(rho={rho}): the distance must be positive. To train without SAM, leave the callback away.")
         store_attr()
-        self.second = False
+        self.second,self.before,self.held,self.notes = False,None,None,_Notes()
+
+    def _graded(self): return [p for pg in self.opt.param_lists for p in pg if p.grad is not None]
 
     def _perturbed(self):
-        ps = [p for p,*_ in self.opt.all_params(with_grad=True) if p.requires_grad]
+        ps = [p for p in self._graded() if p.requires_grad]
         if self.only is None: return ps
         names = {p: n for n,p in self.model.named_parameters()}
         return [p for p in ps if self.only(names.get(p, ''), p)]
 
-    def before_batch(self): self.before = _noted(self.model)
+    def before_fit(self):
+        self._unhook()
+        self.model.register_forward_pre_hook(self.notes)
+
+    def _unhook(self):
+        hooks = self.model._forward_pre_hooks
+        for k in [k for k,h in hooks.items() if h is self.notes]: del hooks[k]
+
+    def after_pred(self):
+        if not self.second: self.before = self.notes.taken()
 
     def before_backward(self):
         if self.second: return
-        self.held = [(p, p.grad) for p,*_ in self.opt.all_params(with_grad=True)]   # what gradient accumulation has gathered
+        self.held = [(p, p.grad) for p in self._graded()]   # what gradient accumulation has gathered
         for p,_ in self.held: p.grad = None
 
     @torch.no_grad()
@@ -67,17 +90,22 @@ class SAM(Callback):
         for p,g in self.held: p.grad = g if p.grad is None else p.grad.add_(g)
         self.before = self.held = None
 
+    def after_fit(self):
+        self._unhook()
+        self.before = self.held = None
+    after_cancel_fit = after_fit
+
     def _twice(self, ps):
         learn,after = self.learn,_noted(self.model)
         ws,results = [p.data.clone() for p in ps],(learn.pred, learn.loss_grad, learn.loss)
         _perturb(ps, self.rho, self.adaptive, self.eta)
         _put_back(self.before)
-        for p,*_ in self.opt.all_params(with_grad=True): p.grad = None
-        self.second = True
+        for p in self._graded(): p.grad = None
+        self.second,self.notes.on = True,False
         try:
             with torch.enable_grad(): self._second_pass()
         finally:
-            self.second = False
+            self.second,self.notes.on = False,True
             for p,w in zip(ps, ws): p.data.copy_(w)
             _put_back(after)
             learn.pred,learn.loss_grad,learn.loss = results
@@ -93,5 +121,3 @@ class SAM(Callback):
         learn('after_loss')
         learn('before_backward')
         learn._backward()
-
-    def after_cancel_fit(self): self.before = self.held = None

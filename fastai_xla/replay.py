@@ -7,10 +7,12 @@ Docs: https://fastai-xla.github.io/fastai_xla/api/replay.html.md"""
 # %% auto #0
 __all__ = ['in_step', 'Watch', 'Replay']
 
-# %% ../nbs/api/06b_replay.ipynb #ac7307c7
+# %% ../nbs/api/06b_replay.ipynb #a2bfc8ba
+import warnings
 from collections import Counter
+from operator import attrgetter, is_, itemgetter
 from contextlib import contextmanager
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 
 import torch
 from torch import nn
@@ -21,6 +23,7 @@ from fastai.callback.fp16 import MixedPrecision
 from fastai.callback.schedule import ParamScheduler
 from fastai.learner import Learner, AvgMetric, AvgLoss, AvgSmoothLoss, CastToTensor
 from fastai.optimizer import Lookahead, OptimWrapper
+from fastai.vision.augment import AffineCoordTfm
 
 from .runtime import *
 from .compat.core import kept_on_device
@@ -29,39 +32,67 @@ from .capture.state import *
 from .capture.step import *
 from .data import Fed, feed, feedable
 
-# %% ../nbs/api/06b_replay.ipynb #e10aae5c
+# %% ../nbs/api/06b_replay.ipynb #57491337
 in_step = 'after_pred after_loss before_backward after_cancel_backward after_backward before_step after_cancel_step after_step'.split()
 
-def _acts(cb, events): return any(hasattr(type(cb), e) or e in cb.__dict__ for e in events)
+def _acts(cb, events): return any(hasattr(type(cb), e) for e in events) or not cb.__dict__.keys().isdisjoint(events)
 
 _cancels = (CancelBatchException, CancelTrainException, CancelValidException, CancelEpochException, CancelFitException)
 _folds = (ParamScheduler, MixedPrecision, CastToTensor)   # their `before_batch` does not look at the batch, or is traced with it
 _sums = (AvgMetric, AvgLoss, AvgSmoothLoss)   # metrics whose state is a sum and a count
 
-# %% ../nbs/api/06b_replay.ipynb #053382d4
+# %% ../nbs/api/06b_replay.ipynb #1b27ab94
+_plain = (int, float, str, bool, type(None))
+_base_attrs = frozenset(nn.Module().__dict__) - {'training'}
+
+def _all_plain(v): return isinstance(v, _plain) or isinstance(v, (tuple, list)) and all(map(_all_plain, v)) or isinstance(v, dict) and _all_plain(list(v.values()))
+def _is_object(v): return not isinstance(v, (torch.Tensor, dict, list, tuple))
+
 class Watch:
     "Attributes of modules that decide what a step does"
     def __init__(self,
         *modules:nn.Module, # Model, and loss if it is a module
     ):
-        ms = list(dict.fromkeys(m for o in modules for m in o.modules()))
+        self.roots,ms = modules,list(dict.fromkeys(m for o in modules for m in o.modules()))
         self.keyed = [m for m in ms if hasattr(m, 'step_key')]
-        self.values = [(m.__dict__, k) for m in ms for k,v in m.__dict__.items() if isinstance(v, (int, float, str)) and (k == 'training' or m not in self.keyed)]
-        self.children = [d for m in ms for d in (m._modules, m._parameters, m._forward_hooks, m._forward_pre_hooks) if d]
+        own = [(m.__dict__, k, v) for m in ms for k,v in m.__dict__.items() if k not in _base_attrs and (k == 'training' or m not in self.keyed)]
+        self.dicts = [m.__dict__ for m in ms]
+        self.values = [(d, k) for d,k,v in own if _all_plain(v) and not isinstance(v, (list, dict))]
+        self.lists = [(d, k, type(v)) for d,k,v in own if isinstance(v, (list, dict)) and _all_plain(v)]
+        self.host = [(d, k) for d,k,v in own if isinstance(v, torch.Tensor) and not is_xla(v)]
+        self.objects = [(d, k) for d,k,v in own if not _all_plain(v) and _is_object(v)]
+        self.children = [d for m in ms for d in (m._modules, m._parameters, m._forward_hooks, m._forward_pre_hooks, m._backward_hooks, m._backward_pre_hooks)]
         self.params = list(dict.fromkeys(p for o in modules for p in o.parameters()))
 
-    def now(self) -> list: # To be compared
+    def now(self) -> tuple: # Objects, to be compared by identity, and values
         "All of it as it is now"
-        return ([d.get(k) for d,k in self.values] + [id(v) for d in self.children for v in d.values()] + [(p.requires_grad, p.grad is None, p.requires_grad or getattr(p, '_cleared', False)) for p in self.params])
+        objs,vals = [d[k] for d,k in (*self.objects, *self.host)],[d[k] for d,k in self.values] + [d[k]._version for d,k in self.host]
+        for d in self.children: objs += d.values()
+        vals += [len(d) for d in self.dicts] + [f(d[k]) for d,k,f in self.lists]
+        for p in self.params: vals += (p.requires_grad, p.grad is None, p.requires_grad or getattr(p, '_cleared', False), p.dtype, p.shape, len(p._backward_hooks or ()), len(p._post_accumulate_grad_hooks or ()))
+        return [*self.roots, *objs],vals
 
-# %% ../nbs/api/06b_replay.ipynb #82fb7e83
+def _same(a, b): return len(a[0]) == len(b[0]) and all(map(is_, a[0], b[0])) and a[1] == b[1]
+
+# %% ../nbs/api/06b_replay.ipynb #fb5465d5
 class Replay:
     "Records the batches of a learner and runs them again"
     def __init__(self,
         learn:Learner, # Learner on an XLA device
-    ): 
-        self.learn,self.recs,self.why,self.counts,self.watch,self.last = learn,{},Counter(),Counter(),None,None
-        self.fed,self.sizes = None,{}   # sizes: layer that counts its forward passes -> their batch sizes in a step, but the last
+        n_steps:int=1, # Steps that are recorded and run as one
+        warn:bool=False, # Warn of batches that cannot be recorded?
+    ):
+        self.n_steps,self.warn,self.laters = n_steps,warn,{}
+        self.learn,self.recs,self.why,self.watch,self.seen,self.n_seen = learn,{},Counter(),None,{},0
+        self.feds,self.later,self.key,self.kind,self.held,self.looked,self.sizes = None,[],None,None,{},None,{}   # sizes: layer that counts its forward passes -> their batch sizes in a step, but the last
+        self.failed = {True: 0, False: 0}   # training? -> kinds of batches refused since one was recorded
+        self.reason,self.plain = '',Counter()   # why the last batch was stepped plainly; reason -> batches of this fit
+        self.moved,self.tracing,self.prepared = False,False,0   # was this batch traced? programs beside the step's: what a batch needs first
+
+    def start(self):
+        "Begin a fit"
+        self.plain.clear()
+        self.failed = {True: 0, False: 0}
 
     def _loss_module(self):
         f = self.learn.loss_func
@@ -71,11 +102,14 @@ class Replay:
 
     def _watched(self):
         "The number of the learner's present state among those seen"
-        now = self.watch and self.watch.now()
-        if now is None or now != self.last:
-            self.watch = Watch(*self._modules())
-            self.last = self.watch.now()
-            self.state = tuple(self.last)
+        roots = self._modules()
+        try:
+            if all(map(is_, roots, self.watch.roots)) and _same(self.watch.now(), self.seen[self.state]): return self.state
+        except (AttributeError, KeyError): pass   # not yet watched; an attribute is gone
+        self.watch = Watch(*roots)
+        now = self.watch.now()
+        self.state = next((i for i,o in self.seen.items() if _same(now, o)), self.n_seen)
+        if self.state == self.n_seen: self.seen[self.state],self.n_seen = now,self.n_seen+1
         return self.state
 
     def _opts(self):
@@ -84,28 +118,64 @@ class Replay:
         return [opt, opt.opt] if isinstance(opt, (Lookahead, OptimWrapper)) else [opt]
 
     def _metrics(self):
+        "The recorder's metrics: those that are sums, and others"
         rec = getattr(self.learn, 'recorder', None)
-        if rec is None or rec not in self.learn.cbs or not len(self.learn.yb): return []
+        if rec is None or rec not in self.learn.cbs or not len(self.learn.yb): return [],[]
         mets = rec._train_mets if self.learn.training else rec._valid_mets
-        return [m for m in mets if any(type(m).accumulate is c.accumulate for c in _sums)]
+        sums = [m for m in mets if any(type(m).accumulate is c.accumulate for c in _sums)]
+        return sums,[m for m in mets if m not in sums]
 
-# %% ../nbs/api/06b_replay.ipynb #0ad77476
-def _numbers_of(opts, objects):
-    if not opts: return Numbers(objects=[o.__dict__ for o in objects])
+# %% ../nbs/api/06b_replay.ipynb #ec47cc8a
+def _hypers(opts): return [h for o in opts[-1:] for h in (o.hypers if hasattr(o, 'hypers') else o.param_groups)]
+
+def _numbers_of(opts, objects, later):
+    if not opts: return Numbers(objects=[o.__dict__ for o in objects], later=later)
     inner = opts[-1]
     states = [(i, inner.state[p]) for i,pg in enumerate(inner.param_lists) for p in pg if p in inner.state] if hasattr(inner, 'param_lists') else []
-    hypers = list(inner.hypers) if hasattr(inner, 'hypers') else inner.param_groups
-    return Numbers(hypers=hypers, states=states, objects=[o.__dict__ for o in (*opts, *objects)])
+    return Numbers(hypers=_hypers(opts), states=states, objects=[o.__dict__ for o in (*opts, *objects)], later=later)
+
+@patch
+def _look(self:Replay):
+    "Find the callbacks and metrics that are part of the step"
+    learn = self.learn
+    now = (learn.training, learn.iter == 0, len(learn.yb), [(id(cb), len(cb.__dict__)) for cb in learn.cbs], [id(m) for m in learn.metrics])
+    if now == self.looked and learn.iter: return
+    self.looked = now
+    self.mixed = first(cb for cb in learn.cbs if isinstance(cb, MixedPrecision))
+    self.actors = [cb for cb in learn.cbs if _acts(cb, in_step)]
+    self.mets,self.others = self._metrics()
+
+_of_batch = frozenset('xb yb pred loss loss_grad smooth_loss replayed training'.split())
+def _flags(d): return tuple((k, v) for k,v in d.items() if v is None or type(v) in (bool, str))
+def _settings(o, numbers=True):
+    "What of an object's attributes a step may depend on: values as they are, other objects by their identity. Tensors are looked at elsewhere"
+    def value(v): return v if isinstance(v, _plain) else (*v,) if isinstance(v, (tuple, list)) else id(v)
+    def counts(v): return (isinstance(v, _plain) or _is_object(v) or isinstance(v, (tuple, list)) and _all_plain(list(v))) and (numbers or not isinstance(v, (int, float)) or type(v) is bool)
+    me = (id(o.__self__), id(o.__func__)) if isinstance(o, MethodType) else id(o)   # a bound method is another object each time
+    return me,*((k, value(v)) for k,v in getattr(o, '__dict__', {}).items() if k != 'learn' and counts(v))
+
+@patch
+def _tfms(self:Replay):
+    "The batch transforms that are part of the step"
+    if self.feds is None: return []
+    pipe = self.feds[0].tfm
+    for f in getattr(pipe, 'fs', ()):
+        if isinstance(f, AffineCoordTfm): f.split_idx = pipe.split_idx   # as its `before_call` does
+    return getattr(pipe, 'fs', [pipe])
 
 @patch
 def _key(self:Replay, inputs, spec):
     learn,opts = self.learn,self._opts()
-    cbs = tuple((id(cb), cb.run, cb.run_train, cb.run_valid) for cb in learn.cbs)
-    hypers = tuple(id(h) for o in opts[-1:] for h in (o.hypers if hasattr(o, 'hypers') else o.param_groups))
+    hypers = _hypers(opts)
+    self.alive = (learn.model, learn.loss_func, [o.state for o in opts], [(list(o.state.values()), list(getattr(o, 'cbs', ()))) for o in opts], hypers, self.mets, list(learn.cbs))   # whose ids are in the key
+    tfms = list(self._tfms())
+    self.alive += ([list(getattr(o, '__dict__', {}).values()) for o in (learn.loss_func, *tfms, *self.actors, *self.mets)], tfms)
     batch = tuple((t.shape, t.dtype, type(t)) if isinstance(t, torch.Tensor) else t for t in inputs)
-    flags = tuple((k, v) for o in (learn, *self.actors, *self.mets) for k,v in o.__dict__.items() if isinstance(v, (bool, str, type(None))))
-    return (flags, learn.training, self.fed is not None, batch, str(spec), self._watched(), tuple(m.step_key(*self.sizes.get(m, ())) for m in self.watch.keyed if m.training), cbs, id(learn.loss_func), tuple(id(o.state) for o in opts[-1:]), hypers, tuple(map(id, self.mets)),
-            torch.is_autocast_enabled('xla'), torch.get_autocast_dtype('xla'), torch.is_grad_enabled())
+    own = tuple(sorted((kv for kv in _flags(learn.__dict__) if kv[0] not in _of_batch), key=itemgetter(0)))
+    states = tuple((id(st), len(st), *(v for v in st.values() if type(v) is bool)) for o in opts[-1:] for st in o.state.values())
+    return (learn.training, self.feds and len(self.feds), self._watched(), batch, spec, own, states, *map(id, (*self.mets, *hypers)), *((id(o.state), *map(id, getattr(o, 'cbs', ()))) for o in opts), *(_flags(o) for o in hypers),
+            *(_settings(o, numbers=False) for o in (*self.actors, *self.mets)), *((id(cb), cb.run, cb.run_train, cb.run_valid) for cb in sorted(learn.cbs, key=attrgetter('order'))), *map(_settings, (learn.loss_func, *tfms)),
+            *(m.step_key(*self.sizes.get(m, ())) for m in self.watch.keyed if m.training), torch.is_autocast_enabled('xla'), torch.get_autocast_dtype('xla'), torch.is_grad_enabled())
 
 @patch
 def _places(self:Replay):
@@ -115,10 +185,10 @@ def _places(self:Replay):
     if hasattr(loss, '__dict__') and not isinstance(loss, nn.Module): roots['loss_func'] = loss
     hooked = {id(h.__self__): h.__self__ for m in learn.model.modules() for d in (m._forward_hooks, m._forward_pre_hooks) for h in d.values() if hasattr(h, '__self__')}
     roots |= {f'{type(o).__name__}{i}': o for i,o in enumerate(hooked.values())}
-    if self.fed is not None: roots |= {f'after_batch.{type(f).__name__}': f for f in getattr(self.fed.tfm, 'fs', ())}
+    roots |= {f'after_batch.{type(f).__name__}': f for f in self._tfms() if hasattr(f, '__dict__')}
     return Places({'model': learn.model, 'loss': self._loss_module() or {}} | roots, skip=('learn', 'hypers', 'param_groups', 'param_lists', 'hook_func'))
 
-# %% ../nbs/api/06b_replay.ipynb #dca52a65
+# %% ../nbs/api/06b_replay.ipynb #0bae5507
 def _accumulate(met, learn):
     "A sum that is updated in place stays the same tensor, where fastai would give it the loss's type"
     was = getattr(met, 'total', None)
@@ -126,31 +196,48 @@ def _accumulate(met, learn):
     if was is not None and pending([was])[0]: met.total = was
 
 @patch
-def _step(self:Replay):
+def _transform(self:Replay, j=0):
+    "The batch transforms, and what `before_batch` would have done after them"
+    with torch.autocast('xla', enabled=False): self.learn._split(self.feds[j].batch())
+    for cb in self.learn.cbs:
+        if isinstance(cb, CastToTensor): cb.before_batch()
+
+@patch
+def _step(self:Replay, j):
     "What is traced: the batch transforms, the step, and what the recorder computes of it"
     learn,rec,mp = self.learn,getattr(self.learn, 'recorder', None),self.mixed
     if mp and not torch.is_autocast_enabled('xla'): mp.autocast.__enter__()
-    if self.fed is not None:
-        learn._split(self.fed.batch())
-        for cb in learn.cbs:
-            if isinstance(cb, CastToTensor): cb.before_batch()
+    if self.feds is not None: self._transform(j)
     self.end = None
     try: learn._orig__do_one_batch()
     except _cancels as e: self.end = type(e)
+    if self.end and len(self.feds or ()) > 1: raise Refused("a callback cancels a batch, and several are recorded as one")
     with kept_on_device(learn):
-        for m in self.mets: _accumulate(m, learn)
+        for m in self.mets if self.end in (None, CancelBatchException) else (): _accumulate(m, learn)   # after others the recorder is not asked
     res = {k: getattr(learn, k) for k in ('xb', 'yb', 'pred', 'loss')}
     if learn.training and any(m is rec.smooth_loss for m in self.mets): res['smooth_loss'] = rec.smooth_loss.value
     return res
 
+def _next_batch(learn):
+    "What `TrainEvalCallback.after_batch` and the loop count from one batch to the next"
+    learn.iter += 1
+    if not learn.training: return
+    learn.pct_train += 1./(learn.n_iter*learn.n_epoch)
+    learn.train_iter += 1
+
 @patch
 def _record(self:Replay, inputs):
     learn = self.learn
-    def numbers(): return _numbers_of(self._opts(), [*self.mets, *self.actors, learn])
-    def traced():
+    def numbers(): return _numbers_of(self._opts(), [*self.mets, *self.actors, learn], self.later)
+    start = {}
+    def traced(j):
+        if j: _next_batch(learn)
         held = dict(learn.__dict__)
-        try: return self._step()
-        finally: self._check_learner(held)
+        if j == 0: start.update(held)
+        try: return self._step(j)
+        finally:
+            self._check_learner(held)
+            if j == len(self.later): learn.__dict__.update(start)
     with self._advances() as calls: rec = Recording(traced, self._places, inputs, numbers)
     rec.end,half = self.end,len(calls)//2   # of two traces
     rec.advances = calls[half:]
@@ -177,27 +264,64 @@ def _check_learner(self:Replay, held):
     d.update(held)
     if other: raise Refused(f"a callback sets learn.{other[0]} within the step")
 
-# %% ../nbs/api/06b_replay.ipynb #25232ac4
+# %% ../nbs/api/06b_replay.ipynb #6df693d5
 def _zeros(met, device):
     "A metric whose sum has not begun starts from zeros on the device"
     if isinstance(met, AvgSmoothLoss): met.val = met.val if is_xla(met.val) else send_batch([met.val], device)[0]
     elif not isinstance(met.total, torch.Tensor): met.total = send_batch([torch.zeros(())], device)[0]
 
 @patch
+def _find(self:Replay, inputs, spec):
+    "The recordings of this kind of batch, or why there are none"
+    key = self._key(inputs, spec)
+    if key != self.key:
+        if key not in self.recs: self._forget()
+        self.key,self.kind = key,self.recs.setdefault(key, [])
+        self.held[key] = self.alive
+    return self.kind
+
+@patch
+def _forget(self:Replay):
+    "Drop recordings of a model or an optimizer that the learner has no longer: they hold its memory"
+    learn = self.learn
+    states = [id(o.state) for o in self._opts()]
+    for key,(model,_,opts,*_) in list(self.held.items()):
+        if model is not learn.model or key[0] == learn.training and [id(o) for o in opts] != states: del self.recs[key],self.held[key]
+    used = {key[2] for key in self.recs} | {self.state}
+    self.seen = {i: o for i,o in self.seen.items() if i in used}
+
+@patch
+def _refuse(self:Replay, e):
+    "Write down why, and leave all as a plain step expects it. The first batch of a fit may set up what later ones find, so there is a second try"
+    why = str(e) if isinstance(e, Refused) else f"{type(e).__name__} while the step was traced: {e}"
+    self.reason = why
+    self.why[why] += 1
+    self.failed[self.learn.training] += 1
+    self.recs[self.key] = self.kind = why if self.why[why] > 1 else []
+    if self.warn and self.kind: warnings.warn(f"Steps cannot be replayed, and each is traced anew: {why}.")
+    if self.mixed and not torch.is_autocast_enabled('xla'): self.mixed.autocast.__enter__()
+
+@patch
 def batch(self:Replay) -> bool: # Has the step been done?
     "Do the step of this batch as recorded, if that can be"
-    learn = self.learn
-    self.mixed = first(cb for cb in learn.cbs if isinstance(cb, MixedPrecision))
-    self.actors = [cb for cb in learn.cbs if _acts(cb, in_step)]
-    self.mets = self._metrics()
-    inputs,spec = pytree.tree_flatten(self.fed.raw if self.fed is not None else (learn.xb, learn.yb))
-    key = self._key(inputs, spec)
-    recs = self.recs.setdefault(key, [])
-    if isinstance(recs, str): return False
-    if any(pending([t for t in inputs if is_xla(t)])): settle_tensors()
+    learn,self.tracing = self.learn,False
+    if self.failed[learn.training] >= 4: return False   # for the reason that came last
+    self._look()
+    inputs,spec = pytree.tree_flatten([f.raw for f in self.feds] if self.feds is not None else (learn.xb, learn.yb))
+    recs = self._find(inputs, spec)
+    if isinstance(recs, str):
+        self.reason = recs
+        return False
+    if rng_state() != self.seed:   # the batch has drawn before the step
+        self.moved = True
+        manual_seed(rng_state())
+    if any(pending([t for t in inputs if is_xla(t)])):
+        settle_tensors()
+        self.prepared += 1
     for m in self.mets: _zeros(m, learn.xla_opt.device)
     rec = next((r for r in recs if r.ready()), None)
     try:
+        self.tracing = rec is None or not rec.proved
         if rec is None:
             if len(recs) == 4: raise Refused("Python numbers decide what the step does, each time otherwise")
             rec = self._record(inputs)
@@ -207,26 +331,52 @@ def batch(self:Replay) -> bool: # Has the step been done?
             rec.verify(inputs)
             rec.proved = True
             rec.ready()
-    except Exception as e:   # what is not a refusal comes again from the plain step, if it is the user's
-        why = str(e) if isinstance(e, Refused) else f"{type(e).__name__} while the step was traced: {e}"
-        self.why[why] += 1
-        if isinstance(e, Refused) or self.why[why] > 2: self.recs[key] = why
-        if self.mixed and not torch.is_autocast_enabled('xla'): self.mixed.autocast.__enter__()
+    except Exception as e:
+        self._refuse(e)
         return False
-    self._run(rec, inputs)
+    self.failed[learn.training] = 0
+    if (learn.iter == 0 or self.strangers()) and not rec.alone():
+        self.reason = "somebody holds an alias or a view of what the step updates, such as `p.detach()` of a parameter; `p.detach().clone()` holds the values"
+        self.why[self.reason] += 1
+        return False
+    try: self._run(rec, inputs)
+    except RuntimeError as e:
+        if 'computation by hash' not in str(e): raise
+        recs.remove(rec)   # torch_xla keeps a limited number of programs, and has dropped this one
+        return self.batch()
     return True
+
+@patch
+def advance(self:Replay):
+    "A step's random numbers go on where those of the batch before it have ended, and the next batch's from this batch's first"
+    if not self.moved: return
+    manual_seed(self.seed)
+    advance_rng()
+    self.moved = False
 
 @patch
 def _run(self:Replay, rec, inputs):
     learn = self.learn
     done = rec.run(inputs)
+    learn.xla_opt.ran = True
+    self.prepared += rec.settled
+    self.advance()
     for m,n in rec.advances: m.advance(n)
     if self.mixed and torch.is_autocast_enabled('xla'): self.mixed.autocast.__exit__(None, None, None)
-    learn.xb,learn.yb,learn.pred,learn.loss = (done[k] for k in ('xb', 'yb', 'pred', 'loss'))
-    learn.loss_grad,learn.replayed = learn.loss,SimpleNamespace(mets=self.mets, smooth_loss=done.get('smooth_loss'))
+    self.done = done
+    self.take(0)
     if rec.end: raise rec.end()
 
-# %% ../nbs/api/06b_replay.ipynb #b8a8a42b
+@patch
+def take(self:Replay,
+    j:int, # Which step of those that have run as one, from 0
+):
+    "Give the learner what the step has left"
+    learn,done = self.learn,self.done[j]
+    learn.xb,learn.yb,learn.pred,learn.loss = (done[k] for k in ('xb', 'yb', 'pred', 'loss'))
+    learn.loss_grad,learn.replayed = learn.loss,SimpleNamespace(others=self.others, smooth_loss=done.get('smooth_loss'))
+
+# %% ../nbs/api/06b_replay.ipynb #3ba82404
 def _replay(learn):
     "The learner's `Replay`, where it is on"
     cb = learn.__dict__.get('xla_opt')
@@ -235,16 +385,19 @@ def _replay(learn):
 @patch
 def all_batches(self:Learner):
     if _replay(self) is None or not feedable(self.dl): return self._orig_all_batches()
-    self.n_iter = len(self.dl)
-    for i,fed in enumerate(feed(self.dl)): self.one_batch(i, fed)
+    r,self.n_iter,i = _replay(self),len(self.dl),0
+    for feds in chunked(feed(self.dl, r.n_steps), r.n_steps):
+        if len(feds) == 1 or len(feds) < r.n_steps or not r.several(i, feds):
+            for j,fed in enumerate(feds): self.one_batch(i+j, fed)
+        i += len(feds)
 
 @patch
 def one_batch(self:Learner, i, b):
     r = _replay(self)
     if r is None: return self._orig_one_batch(i, b)
-    self.iter,self.replayed = i,None
+    self.iter,self.replayed,r.seed,r.moved = i,None,rng_state(),False
     folds = isinstance(b, Fed) and r.folds()
-    r.fed = b if folds else None
+    r.feds,r.later = [b] if folds else None,[]
     b = b.raw if folds else b.batch() if isinstance(b, Fed) else self._set_device(b)
     self._split(b)
     self._with_events(self._do_one_batch, 'batch', CancelBatchException)
@@ -254,12 +407,11 @@ def _do_one_batch(self:Learner):
     r = _replay(self)
     if r is None: return self._orig__do_one_batch()
     if r.batch(): return
-    if r.fed is not None:
-        self._split(r.fed.batch())
-        r.fed = None
-        for cb in self.cbs:
-            if isinstance(cb, CastToTensor): cb.before_batch()
+    if r.feds is not None:
+        r._transform()
+        r.feds = None
         if r.batch(): return
+    r.plain[r.reason] += 1
     self._orig__do_one_batch()
 
 @patch
@@ -271,10 +423,57 @@ def folds(self:Replay) -> bool:
 def _call_one(self:Learner, event_name):
     if _replay(self) is None: return self._orig__call_one(event_name)
     if not hasattr(event, event_name): raise Exception(f'missing {event_name}')
-    for cb in self.cbs.sorted('order'):
+    for cb in sorted(self.cbs, key=attrgetter('order')):
         if event_name == 'after_fit' or _acts(cb, (event_name,)): cb(event_name)
 
 @patch
 def strangers(self:Replay) -> bool:
     "Are there callbacks, not of fastai, that may have written down something in this batch?"
     return any(not type(cb).__module__.startswith(('fastai.', 'fastai_xla.')) and _acts(cb, ('before_batch', 'after_batch', 'after_cancel_batch', *in_step)) for cb in self.learn.cbs)
+
+# %% ../nbs/api/06b_replay.ipynb #15806090
+@patch
+def _hold(self:Replay):
+    "The hyper-parameters as they are now"
+    return {(i, k): v for i,h in enumerate(_hypers(self._opts())) for k,v in h.items() if isinstance(v, (int, float)) and not isinstance(v, bool)}
+
+@patch
+def _before_each(self:Replay, i, feds):
+    "`before_batch` of several batches, and the hyper-parameters it sets for each"
+    learn,held = self.learn,[]
+    start = {k: getattr(learn, k, None) for k in ('pct_train', 'train_iter')}
+    learn.iter = i
+    for j,fed in enumerate(feds):
+        if j: _next_batch(learn)
+        learn._split(fed.raw)
+        for cb in sorted(learn.cbs, key=attrgetter('order')):
+            if _acts(cb, ('before_batch',)) and not isinstance(cb, MixedPrecision): cb('before_batch')
+        held.append(self._hold())
+    learn.__dict__.update(start, iter=i)
+    return held
+
+@patch
+def several(self:Replay,
+    i:int, # Number of the first batch
+    feds:list, # Batches, as `Fed`
+) -> bool: # Have they been done?
+    "Do several batches as one"
+    learn = self.learn
+    if not self.folds() or self.failed[learn.training] >= 4: return False
+    self.seed,self.moved,self.feds = rng_state(),False,feds
+    held = self._before_each(i, feds)
+    self._set_hypers(held[0])
+    self.later = self.laters.setdefault(len(feds), [])   # a recording goes on looking there
+    self.later[:] = held[1:]
+    if not self.batch(): return False
+    for j in range(len(feds)):
+        learn.iter,learn.xla_opt.ran = i+j,True
+        self._set_hypers(held[j])
+        self.take(j)
+        self.learn('after_batch')
+    return True
+
+@patch
+def _set_hypers(self:Replay, values):
+    hypers = _hypers(self._opts())
+    for (i,k),v in values.items(): hypers[i][k] = v

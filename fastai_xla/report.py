@@ -16,7 +16,7 @@ from fastcore.all import *
 
 from .runtime import *
 
-# %% ../nbs/api/02_report.ipynb #36f41f7d
+# %% ../nbs/api/02_report.ipynb #b67284c3
 _warm_up = dict(training=2, validation=2)
 
 class CostLog:
@@ -25,7 +25,7 @@ class CostLog:
 
     def start(self):
         "Begin a fit"
-        self.batches = {p: 0 for p in _warm_up}
+        self.batches,self.steady = ({p: 0 for p in _warm_up} for _ in range(2))
         self.costs = {k: XLACounts() for k in (*_warm_up, *(f'steady {p}' for p in _warm_up), 'between')}
         self.compiled,self.last,self.watch = [],xla_counts(),None
 
@@ -45,21 +45,28 @@ class CostLog:
     def batch(self,
         phase:str, # 'training' or 'validation'
         where:str, # Which batch, e.g. "epoch 0, batch 3"
+        recorded:bool=False, # Has it been traced in order to be replayed? Then it is no steady batch
     ):
         "Book what has come up since the last entry as a batch's"
-        i = self.batches[phase]
         self.batches[phase] += 1
-        self._book(phase, phase, *([f'steady {phase}'] if i >= _warm_up[phase] else []), where=f'{phase}, {where}')
+        steady = self.batches[phase] > _warm_up[phase] and not recorded
+        self.steady[phase] += steady
+        self._book(phase, phase, *[f'steady {phase}']*steady, where=f'{phase}, {where}')
 
-    def n_steady(self, phase): return max(0, self.batches[phase] - _warm_up[phase])
+    def n_steady(self,
+        phase:str, # 'training' or 'validation'
+    ) -> int: # Batches after those that compile
+        "How many batches of the fit were steady"
+        return self.steady[phase]
 
-# %% ../nbs/api/02_report.ipynb #dd9097d1
+# %% ../nbs/api/02_report.ipynb #df153d26
 class XLAReport:
     "What a fit has cost on the XLA device; a table in a notebook, text in a terminal"
     def __init__(self,
         log:CostLog|None=None, # Books of the fit
+        plain:dict|None=None, # Why batches were traced anew instead of replayed -> how many
     ):
-        self.log = log or CostLog()
+        self.log,self.plain = log or CostLog(),plain or {}
         self.costs,self.compiled = self.log.costs,pd.DataFrame(self.log.compiled, columns=['where', 'compiles', 'seconds'])
         self.watch = self.log.watch
 
@@ -68,7 +75,8 @@ class XLAReport:
 
     def _row(self, n):
         c = self.costs[n]
-        return {'batches': self.log.batches.get(n, ''), 'compiles': c.compiles, 'compile s': round(c.compile_s, 1), 'executions': c.executions, 'to host': c.to_host, 'to device': c.to_device, 'fallbacks': c.n_fallbacks}
+        return {'batches': self.log.batches.get(n, ''), 'compiles': c.compiles, 'compile s': round(c.compile_s, 1), 'executions': c.executions,
+            'to host': c.to_host, 'to device': c.to_device, 'fallbacks': c.n_fallbacks}
 
     @property
     def totals(self): return pd.DataFrame([self._row(n) for n in (*_warm_up, 'between')], index=[*_warm_up, 'between'])
@@ -76,11 +84,15 @@ class XLAReport:
     def per_batch(self,
         phase:str='training', # 'training' or 'validation'
     ) -> dict: # Per steady batch: compiles, executions, transfers, fallbacks
+        "What a batch costs once all is compiled"
         c,n = self.costs[f'steady {phase}'],self.log.n_steady(phase) or 1
-        return {'compiles': c.compiles/n, 'executions': c.executions/n, 'to host': (c.to_host-c.looks)/n, 'to device': c.to_device/n, 'fallbacks': c.n_fallbacks/n}
+        return {'compiles': c.compiles/n, 'executions': c.executions/n, 'to host': (c.to_host-c.looks)/n, 'to device': c.to_device/n,
+            'fallbacks': c.n_fallbacks/n}
 
     @property
-    def steady(self): return pd.DataFrame([{'of': self.log.n_steady(p)} | {k: f'{v:.2f}' for k,v in self.per_batch(p).items()} for p in _warm_up], index=[f'{p} batch' for p in _warm_up])
+    def steady(self):
+        return pd.DataFrame([{'of': self.log.n_steady(p)} | {k: f'{v:.2f}' for k,v in self.per_batch(p).items()} for p in _warm_up],
+            index=[f'{p} batch' for p in _warm_up])
 
     @property
     def clean(self) -> bool: # Do the steady batches keep the step contract?
@@ -93,13 +105,18 @@ class XLAReport:
 
     def _why(self):
         for c in self.causes.itertuples():
-            yield f"{c.cause}, {c.batches} batch{'es' if c.batches > 1 else ''}, first in {c.first}: {c.what}", [c.line] + [f'through {c.through}']*bool(c.through), c.cure
+            what = f"{c.cause}, {c.batches} batch{'es' if c.batches > 1 else ''}, first in {c.first}: {c.what}"
+            yield what, [c.line] + [f'through {c.through}']*bool(c.through), c.cure
 
     def _notes(self):
         looks = self.costs['training'].looks + self.costs['validation'].looks
         if looks: yield f"{looks} of the transfers to the host were looks for the progress bar, by the clock; they are left out per batch."
-        if self.watch is None and not self.clean: yield "Which lines these come from, and why: fit again with `cbs=XLAReportCallback()`."
-        if self.watch is not None and not self.watch.causes: yield "Watched batch by batch: no cause of a compile, a transfer or a fallback was found."
+        for why,n in self.plain.items(): yield f"{n} batch{'es were' if n > 1 else ' was'} traced anew and not replayed: {why}."
+        if self.watch is None and not self.clean:
+            yield ("Which lines these come from, and why: `learn.xla_report(causes=True)`, which looks at a few batches, "
+                   "or another fit with `cbs=XLAReportCallback()`.")
+        if self.watch is not None and not self.watch.causes:
+            yield "Watched batch by batch: no cause of a compile, a transfer or a fallback was found."
         if self.fallbacks: yield "Without an XLA kernel, run on the CPU: " + ', '.join(f'{k} (x{v})' for k,v in self.fallbacks.items()) + "."
 
     def _parts(self): return (('The fit', self.totals), ('Per steady batch', self.steady), ('Compiled', self.compiled))

@@ -8,8 +8,8 @@ Docs: https://fastai-xla.github.io/fastai_xla/api/runtime.html.md"""
 __all__ = ['torch_xla', 'xm', 'met', 'look_every', 'device', 'is_xla', 'sync', 'XLACounts', 'xla_counts', 'count_xla', 'has_xla',
            'fetch', 'send', 'send_batch', 'Look', 'move_module', 'is_pending', 'graph_text', 'hlo_text', 'graph_hash',
            'graph_debug', 'graph_scope', 'memory_info', 'manual_seed', 'rng_state', 'cannot_replay', 'pending',
-           'buffers', 'n_holders', 'graph_inputs', 'compile_graph', 'run_graph', 'advance_rng', 'settle_tensors',
-           'shared_scalars']
+           'tensor_id', 'buffers', 'n_holders', 'graph_inputs', 'compile_graph', 'run_graph', 'seed_tensor',
+           'advance_rng', 'settle_tensors', 'drop_pending', 'shared_scalars']
 
 # %% ../nbs/api/00_runtime.ipynb #1444d027
 import operator, os, time, warnings
@@ -109,13 +109,13 @@ def device(
         _ready = True
     return torch_xla.device(index)
 
-# %% ../nbs/api/00_runtime.ipynb #83577394
+# %% ../nbs/api/00_runtime.ipynb #f9acd0b6
 def is_xla(
     o, # Tensor, device, device name, or anything else
 ) -> bool:
     "Is `o` an XLA device, or a tensor on one?"
     if isinstance(o, str): return o.split(':')[0] == 'xla'
-    return getattr(getattr(o, 'device', o), 'type', None) == 'xla'
+    with torch._C.DisableTorchFunctionSubclass(): return getattr(getattr(o, 'device', o), 'type', None) == 'xla'   # fastai's tensors are slow to ask
 
 # %% ../nbs/api/00_runtime.ipynb #de1d7dac
 def sync(
@@ -168,7 +168,7 @@ def count_xla():
     try: yield res
     finally: res.__dict__.update((xla_counts()-before).__dict__)
 
-# %% ../nbs/api/00_runtime.ipynb #343267ff
+# %% ../nbs/api/00_runtime.ipynb #2f19699b
 def _xla_tensors(o, found):
     if isinstance(o, torch.Tensor): found.append(o) if is_xla(o) else None
     elif isinstance(o, dict): [_xla_tensors(v, found) for v in o.values()]
@@ -233,10 +233,11 @@ def send_batch(
 ) -> list: # Tensors of the same types, on `device`
     "Send tensors that are only read, such as a batch, to `device` in one transfer, each in its own dtype"
     if not ts: return []
-    plain = [t.as_subclass(torch.Tensor) for t in ts]
-    if not hasattr(_XLAC, '_xla_tensors_from_aten'): new = [t.to(device) for t in plain]   # as many transfers as tensors
-    else: new = _XLAC._xla_tensors_from_aten(plain, [str(device)]*len(plain))
-    return [_retyped(t, n) for t,n in zip(ts, new)]
+    with torch._C.DisableTorchFunctionSubclass():
+        plain = [t.as_subclass(torch.Tensor) for t in ts]
+        if not hasattr(_XLAC, '_xla_tensors_from_aten'): new = [t.to(device) for t in plain]   # as many transfers as tensors
+        else: new = _XLAC._xla_tensors_from_aten(plain, [str(device)]*len(plain))
+        return [_retyped(t, n) for t,n in zip(ts, new)]
 
 # %% ../nbs/api/00_runtime.ipynb #fa56afe4
 look_every = 1. # Seconds between two looks
@@ -343,9 +344,9 @@ def rng_state() -> int: # State to give to `manual_seed`
     "The random state of the XLA device"
     return _XLAC._xla_get_rng_seed(str(torch_xla.device())) if torch_xla and not _broken else 0
 
-# %% ../nbs/api/00_runtime.ipynb #4cd240fc
-_graph_names = """_get_tensors_handle _check_tensor_need_materialization _get_tensors_xla_device_data_node _get_seed_info_id _get_base_seed_as_tensor _get_graph_hash _xla_warm_up_cache _run_cached_graph
-    _set_buffer_donation _xla_set_rng_seed _xla_get_rng_seed _xla_sync_live_tensors _xla_tensors_from_aten _set_xla_enable_device_data_cache _set_xla_handle_special_scalars""".split()
+# %% ../nbs/api/00_runtime.ipynb #06479bcd
+_graph_names = """_xla_get_tensor_id _get_tensors_handle _check_tensor_need_materialization _get_tensors_xla_device_data_node _get_seed_info_id _get_base_seed_as_tensor _get_graph_hash _xla_warm_up_cache _run_cached_graph
+    _clear_pending_irs _set_buffer_donation _xla_set_rng_seed _xla_get_rng_seed _xla_sync_live_tensors _xla_tensors_from_aten _set_xla_enable_device_data_cache _set_xla_handle_special_scalars""".split()
 
 def cannot_replay() -> str: # Why; empty where graphs can be run again
     "Does this torch_xla have what it takes to run a graph again?"
@@ -360,6 +361,12 @@ def pending(
 ) -> list: # A bool for each
     "Which of `ts` are written down and not yet computed?"
     return _XLAC._check_tensor_need_materialization(ts)
+
+def tensor_id(
+    t, # XLA tensor
+) -> int:
+    "Equal for tensors that are one to torch_xla, such as `t` and `t.detach()`. Aliases that are equal in memory only, such as of `as_subclass`, have another"
+    return _XLAC._xla_get_tensor_id(t)
 
 def buffers(
     ts:list, # XLA tensors that are computed
@@ -398,12 +405,15 @@ def compile_graph(
 
 def run_graph(
     handle, # From `compile_graph`
-    inputs:list, # XLA tensors that are computed; `None` for the random state
+    inputs:list, # XLA tensors that are computed, the random state (`seed_tensor`) among them
 ) -> list: # The graph's outputs, in the order of its roots
     "Run a compiled graph, without waiting for it"
     _runs[0] += 1
-    dv = str(torch_xla.device())
-    return _XLAC._run_cached_graph(handle, [_XLAC._get_base_seed_as_tensor(dv) if t is None else t for t in inputs])
+    return _XLAC._run_cached_graph(handle, inputs)
+
+def seed_tensor():
+    "The random state as a graph's input"
+    return _XLAC._get_base_seed_as_tensor(str(torch_xla.device()))
 
 def advance_rng():
     "Move the random state on, as `sync` does"
@@ -413,6 +423,10 @@ def advance_rng():
 def settle_tensors():
     "Compute what is written down, without moving the random state on"
     _XLAC._xla_sync_live_tensors(str(torch_xla.device()), [], False)
+
+def drop_pending():
+    "Forget what is written down and not computed. Tensors that wait for it must not be used again"
+    _XLAC._clear_pending_irs(str(torch_xla.device()))
 
 @contextmanager
 def shared_scalars():

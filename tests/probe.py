@@ -14,9 +14,9 @@ class Probe(Callback):
         self.rows.append((self.training, self.iter, now-self.last))
         self.last = now
     def steady(self, training):
-        "Costs of the batches of the last fit that the contract is about: from the third in training, from the second of each validation"
+        "Costs of the batches of the last fit that the contract is about: from the third in training and in validation, without the first of each validation"
         rows = [c for t,i,c in self.rows if t == training and (t or i > 0)]
-        return rows[2:] if training else rows
+        return rows[2 if training else 1:]
 
 def breaches(costs):
     "What of `costs`, one `XLACounts` per batch, breaks the contract"

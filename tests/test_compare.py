@@ -3,11 +3,14 @@ import os
 os.environ.setdefault('PJRT_DEVICE', 'CPU')
 os.environ.setdefault('XLA_FLAGS', '--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true')   # short compiles; nothing here is timed
 import subprocess, sys
+from types import SimpleNamespace
 from copy import deepcopy
 import pytest, torch
 from fastai.vision.all import *
 from fastai.callback.all import *
+from fastai.text.all import AWD_LSTM, LMLearner, get_language_model
 from common import *
+from planted import frozen
 from fastai_xla.all import *
 from fastai_xla.runtime import fetch
 from fastai_xla.lowerings.all import without_lowerings
@@ -76,25 +79,15 @@ def test_sound(kwargs, xla):
     c = check_training(sound(xla, **kwargs))
     assert not c, c
 
-def opt_before_move(learn):
-    learn.create_opt()
-    learn.model.to(device())
-    learn.dls.to(device())
-def frozen(learn): learn.model[1][3].weight.requires_grad_(False)
-def on_the_cpu(learn):
-    learn.model.to(device())
-    learn.dls.to(device())
-    learn.model[1][3].weight = nn.Parameter(learn.model[1][3].weight.detach().cpu())
-def nan_gradient(learn): learn.model[1][3].weight.register_hook(lambda g: torch.where(torch.arange(g.numel(), device=g.device).view(g.shape) == 5, float('nan'), g))
 def unused(learn): learn.model[1][3].extra = nn.Parameter(torch.ones(2))
 def new_head(learn):
     learn.create_opt()
     learn.model[1][3] = nn.Linear(8, 4)
 def no_lr(learn): learn.lr = 0.
 
-@pytest.mark.parametrize('plant,names,reason', [(opt_before_move, None, 'made before the model moved'), (frozen, ['1.3.weight'], 'frozen'), (on_the_cpu, ['1.3.weight'], 'on cpu'), (nan_gradient, ['1.3.weight'], '1 NaN of 32'),
-    (unused, ['1.3.extra'], 'does not depend on it'), (new_head, ['1.3.weight', '1.3.bias'], 'call `learn.create_opt'), (no_lr, None, 'learning rate')])
+@pytest.mark.parametrize('plant,names,reason', [(unused, ['1.3.extra'], 'does not depend on it'), (new_head, ['1.3.weight', '1.3.bias'], 'call `learn.create_opt'), (no_lr, None, 'learning rate')])
 def test_planted(plant, names, reason):
+    "More in test_planted.py"
     learn = sound()
     plant(learn)
     c = check_training(learn)
@@ -166,6 +159,24 @@ def test_fault(backend, eps):
 def test_batch_norm_and_adam():
     def make(): return Learner(image_dls(), nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout(.5), nn.AdaptiveAvgPool2d(1), Flatten(), nn.Linear(4, 4)), loss_func=CrossEntropyLossFlat())
     for seed in range(2): assert not compare_backends(make, ('cpu', 'xla'), n_epoch=2, lr=1e-2, seed=seed)
+
+def test_language_model():
+    "Tied weights, and fastai's `WeightDropout`, which takes parameters out of a module and puts others in"
+    def make():
+        x = torch.randint(20, (16, 6))
+        dl = DataLoader(list(zip(x, x.roll(-1, 1))), bs=8, num_workers=0)
+        sizes = dict(emb_sz=6, n_hid=8, n_layers=1, pad_token=1, bidir=False, output_p=.1, hidden_p=.1, input_p=.1, embed_p=.1, weight_p=.1, tie_weights=True, out_bias=True)
+        return LMLearner(DataLoaders(dl, dl), get_language_model(AWD_LSTM, 20, config=sizes), loss_func=CrossEntropyLossFlat())
+    r = compare_backends(make, ('cpu', 'xla', 'xla-replay'), n_epoch=2, lr=1e-2, roundings=2)
+    assert r.verdicts == dict.fromkeys(('cpu', 'xla', 'xla-replay'), 'rounding') and not r.left_out, r
+
+def curve(eps, jump=0.): return SimpleNamespace(losses=[1+eps*s+jump*(s > 3) for s in range(12)], weights={s: np.ones(4)*(1+eps*s+jump*(s > 3)) for s in range(12)})
+
+@pytest.mark.parametrize('rough,fault', [([], True), ([curve(1e-6), curve(1e-6, .5e-3)], False), ([curve(1e-6), curve(1e-6)], True)], ids=['none', 'jumps too', 'smooth'])
+def test_jump_of_a_relu(rough, fault):
+    "A unit at zero that rounding lets through or not: a fault, unless larger roundings jump as well"
+    r = BackendRuns(curve(0.), [curve(1e-7)], dict(xla=curve(1e-7, 1e-3)), {}, 12, rough)
+    assert bool(r) == fault
 
 def test_inductor():
     import torch._dynamo.utils

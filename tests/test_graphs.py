@@ -3,7 +3,7 @@
     make test ARGS='tests/test_graphs.py'"""
 import os
 os.environ['XLA_FLAGS'] = '--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true'   # short compiles; nothing here is timed
-import random, sys, types
+import random, sys
 import numpy as np, pytest, torch
 import torch.nn.functional as F
 import xml.etree.ElementTree as ET
@@ -198,15 +198,25 @@ def test_files(tmp_path):
     ET.fromstring((tmp_path/'g.svg').read_text())
     with pytest.raises(ValueError, match='.hlo'): g.save(tmp_path/'g.pdf')
 
-def test_graphviz_draws(monkeypatch):
-    "Where graphviz and its `dot` are there, they draw"
-    class Source:
-        def __init__(self, text): self.text = text
-        def pipe(self, format): return f'<svg by="graphviz" format="{format}">{self.text.count("->")}</svg>'.encode()
+dot_script = '''#!{python}
+import sys
+text = sys.stdin.read()
+if {fails}: sys.exit('Error: syntax error')
+print('<?xml version="1.0"?><!DOCTYPE svg><svg by="graphviz" how="' + sys.argv[1] + '">' + str(text.count('->')) + '</svg>')
+'''
+
+@pytest.mark.parametrize('fails', [False, True, None])
+def test_graphviz(tmp_path, monkeypatch, fails):
+    "graphviz's `dot` draws where there is one; where there is none, or it fails, the picture is our own"
     g = draw_graph(nn.Linear(8, 3), torch.randn(4, 8))
-    monkeypatch.setitem(sys.modules, 'graphviz', types.SimpleNamespace(Source=Source))
-    monkeypatch.setattr('shutil.which', lambda n: '/bin/dot')
-    assert g._repr_html_() == f'<svg by="graphviz" format="svg">{len(g.edges)}</svg>'
+    if fails is not None:
+        (tmp_path/'dot').write_text(dot_script.format(python=sys.executable, fails=fails))
+        (tmp_path/'dot').chmod(0o755)
+    monkeypatch.setenv('PATH', str(tmp_path))
+    svg = f'<svg by="graphviz" how="-Tsvg">{len(g.edges)}</svg>'
+    g.save(tmp_path/'g.svg')
+    for s in (g._repr_html_(), (tmp_path/'g.svg').read_text()): assert s.strip() == svg if fails is False else 'graphviz' not in s and ET.fromstring(s).tag.endswith('svg')
+    assert repr(g).startswith('step: ')
 
 def test_large_is_text():
     deep = nn.Sequential(*(nn.Linear(4, 4) for _ in range(50)))

@@ -2,13 +2,14 @@
 import os
 os.environ.setdefault('PJRT_DEVICE', 'CPU')
 os.environ.setdefault('XLA_FLAGS', '--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true')   # short compiles; nothing here is timed
+import contextlib
 from copy import deepcopy
 import pytest, torch
 from torch.func import functional_call
 from fastai.vision.all import *
 from fastai.callback.all import *
 from fastai_xla.all import *
-from fastai_xla.runtime import fetch
+from fastai_xla.runtime import fetch, manual_seed
 from fastai_xla.optim import SAM
 from fastai_xla.norm import convert_norm
 from common import *
@@ -195,12 +196,45 @@ xla_cases = dict(plain=lambda: image_learner(cbs=SAM(), opt_func=partial(SGD, mo
 
 @pytest.mark.parametrize('case', xla_cases)
 def test_one_execution(case):
-    learn = xla_cases[case]().remove_cb(ProgressCallback).add_cb(Probe()).to_xla()
+    learn = xla_cases[case]().remove_cb(ProgressCallback).add_cb(Probe()).to_xla(replay=False)
     fit(learn, n=2)
     costs = learn.probe.steady(True)
     if case == 'accumulated':   # two graphs, with and without a step, which alternate
         costs = costs[2:]
     assert len(costs) >= 10 and not breaches(costs)
+
+@pytest.mark.parametrize('case', xla_cases)
+def test_replayed(case):
+    "Recorded once and run again: both halves, bit for bit as in plain steps"
+    def run(replay):
+        set_seed(0, reproducible=True)
+        learn = xla_cases[case]().remove_cb(ProgressCallback).to_xla(replay=replay)
+        manual_seed(3)
+        fit(learn, n=3)
+        return learn,fetch([*learn.model.state_dict().values()] + [t for s in learn.opt.state.values() for _,t in sorted(s.items()) if isinstance(t, torch.Tensor)])
+    (a,plain),(b,replayed) = run(False),run(True)
+    assert len(plain) == len(replayed) and all(torch.equal(x, y) for x,y in zip(plain, replayed))
+    assert [float(l) for l in a.recorder.losses] == [float(l) for l in b.recorder.losses]
+    if case != 'wrapped':
+        rec = b.xla_opt.replay
+        assert not rec.why and sum(r.runs for rs in rec.recs.values() for r in rs) == 3*12   # every batch, of training and validation
+    assert not b.model._forward_pre_hooks
+
+class Leaves(Callback):
+    "Leave the fit in the middle of the second pass"
+    run_valid = False
+    def after_loss(self):
+        if self.sam.second: raise CancelFitException
+
+@pytest.mark.parametrize('leave', [Breaks, Leaves])
+def test_no_hook_left(leave):
+    "Fits that broke off leave no second note-taker, and the fit after them none at all"
+    learn = learner(batches(2), convnet(), cbs=[SAM(), leave()])
+    for _ in range(2):
+        with contextlib.suppress(ZeroDivisionError): fit(learn)
+        assert len(learn.model._forward_pre_hooks) <= (leave is Breaks)
+    fit(learn.remove_cb(leave))
+    assert not learn.model._forward_pre_hooks and learn.sam.before is None
 
 def test_xla_equals_cpu():
     def run(xla):

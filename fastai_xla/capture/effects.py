@@ -14,7 +14,7 @@ from types import ModuleType
 
 from .state import Refused
 
-# %% ../../nbs/api/05d_capture.effects.ipynb #21ec8cdc
+# %% ../../nbs/api/05d_capture.effects.ipynb #88daa925
 _libraries = {'torch', 'torch_xla', 'torchvision', 'fastai', 'fastcore', 'fastai_xla', 'numpy', 'fasttransform', 'plum', 'math', 'operator', '_operator', 'itertools', 'functools', '_functools', 'collections',
     'contextlib', 'typing', 'types', 'abc', '_abc', 'enum', 'copy', 'dataclasses'}
 _harmless = set('len isinstance issubclass getattr hasattr callable abs min max sum any all iter next sorted id round divmod pow repr hash vars'.split())
@@ -25,12 +25,12 @@ def _is_user(frame):
     root = frame.f_globals.get('__name__', '').partition('.')[0]
     return root not in _libraries and root not in sys.stdlib_module_names | {'__future__'} or root == '__main__'
 
-def _effect_of_call(f, existing):
+def _effect_of_call(f):
     "What is wrong with calling `f`, a function written in C, within a step; empty if nothing is"
     o,name = getattr(f, '__self__', None),f.__name__
     if f is sys.setprofile: return ''
     if isinstance(o, ModuleType): return '' if _root(f) in _libraries or o.__name__ == 'builtins' and name in _harmless else f'calls {o.__name__}.{name}' if o.__name__ != 'builtins' else f'calls {name}'
-    if isinstance(o, (list, dict, set)): return f'changes a {type(o).__name__} (with .{name})' if name in _changes and id(o) in existing else ''
+    if isinstance(o, (list, dict, set)): return f'changes a {type(o).__name__} (with .{name})' if name in _changes and not any(o is new for new in gc.get_objects()) else ''
     return f'calls .{name} of a {type(o).__name__}' if _root(type(o)) == '_io' else ''
 
 def _effect_of_code(frame):
@@ -45,11 +45,11 @@ def _effect_of_code(frame):
         if i.opname not in ('CACHE', 'PRECALL'): was = i
     return ''
 
-# %% ../../nbs/api/05d_capture.effects.ipynb #bc5fc2c7
+# %% ../../nbs/api/05d_capture.effects.ipynb #9463ebf2
 @contextmanager
 def no_effects():
     "Refuse a block in which the user's own code does more than compute and set attributes"
-    existing,found,seen = {id(o) for o in gc.get_objects() if type(o) in (list, dict, set)},[],set()
+    found,seen = [],set()
     def where(frame): return f"{frame.f_code.co_qualname if hasattr(frame.f_code, 'co_qualname') else frame.f_code.co_name} (line {frame.f_lineno})"
     def note(frame, what):
         if not what: return
@@ -62,10 +62,12 @@ def no_effects():
                 if frame.f_code not in seen: note(frame, _effect_of_code(frame))
                 seen.add(frame.f_code)
             elif frame.f_back is not None and _is_user(frame.f_back) and (root := frame.f_globals.get('__name__', '')).partition('.')[0] not in _libraries: note(frame.f_back, f'calls {root}.{frame.f_code.co_name}')
-        elif event == 'c_call' and _is_user(frame): note(frame, _effect_of_call(arg, existing))
+        elif event == 'c_call' and _is_user(frame): note(frame, _effect_of_call(arg))
+    gc.freeze()   # what was there before is not among `gc.get_objects()` then
     was = sys.getprofile()
     sys.setprofile(watch)
     try: yield
     finally:
         sys.setprofile(was)
+        gc.unfreeze()
         if found: raise Refused(f"{found[0]} within the step, where nobody would see it happen again; in `before_batch` and `after_batch` callbacks run as Python at every batch")

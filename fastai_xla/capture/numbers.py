@@ -13,13 +13,15 @@ from contextlib import contextmanager
 
 from fastcore.all import *
 
-# %% ../../nbs/api/05a_capture.numbers.ipynb #6dcacaf4
+# %% ../../nbs/api/05a_capture.numbers.ipynb #d5986cae
 class Tape:
     "Numbers of a step: how each is made from the named ones, and which comparisons were made"
     def __init__(self,
         seed:int=0, # For the values that torch is shown
+        unread=frozenset(), # Keys of numbers to show otherwise though they would be shown as they are: nobody has branched on them
     ):
         self.ops,self.true,self.shown,self.hidden,self.names,self.memo,self.guards,self.rng = [],[],[],[],{},{},{},random.Random(seed)
+        self._unread = unread
 
     def _entry(self, op, args, true, shown, hidden=None):
         i = self.memo.setdefault((op, args), len(self.ops))
@@ -34,7 +36,7 @@ class Tape:
         hide:bool=True, # Show torch another number? One that it may branch on has to be shown as it is
     ): # A number to put in the place of `true`
         "A number that is given anew at each step"
-        res = self._entry(None, key, true, self.rng.uniform(.05, .95) if hide else true, hide)
+        res = self._entry(None, key, true, self.rng.uniform(.05, .95) if hide else true + 7919 if key in self._unread else true, hide)
         self.names[key] = res._i
         return res
 
@@ -57,6 +59,13 @@ class Tape:
         res = []
         for f,args in self.ops: res.append(values[args] if f is None else f(*(res[a[0]] if type(a) is tuple else a for a in args)))
         return res
+
+    def unread(self) -> frozenset: # Keys
+        "Numbers shown as they are on which no comparison depends"
+        used = {a[0] for _,args in self.guards for a in args if type(a) is tuple}
+        for i,(f,args) in reversed(list(enumerate(self.ops))):
+            if i in used and f is not None: used |= {a[0] for a in args if type(a) is tuple}
+        return frozenset(k for k,i in self.names.items() if i not in used and not self.hidden[i])
 
     def holds(self,
         res:list, # As from `evaluate`

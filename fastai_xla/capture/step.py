@@ -38,14 +38,16 @@ def no_host_draws():
         torch.set_rng_state(tch)
     if drawn: raise Refused(f"the step draws random numbers on the host (with {drawn[0]}); draw them on the device, e.g. torch.rand(n, device=x.device)")
 
-# %% ../../nbs/api/05c_capture.step.ipynb #b07f0310
+# %% ../../nbs/api/05c_capture.step.ipynb #f03c32b6
 class Numbers:
     "Python numbers of a step that may change, in dicts and the `__dict__` of objects"
     def __init__(self,
         hypers=(), # Dicts of hyper-parameters; torch is shown other numbers
         states=(), # (group, dict) pairs; numbers of the same name and value within a group are one; torch is shown others
         objects=(), # Dicts whose ints and floats torch sees as they are
+        later=(), # Where several steps are recorded as one: the hyper-parameters of each step after the first, as dicts (place in `hypers`, key) -> value
     ):
+        self.hypers,self.later = list(hypers),later
         self.places,self.first,self.same,self._ranks = {},{},[],{}
         for i,d in enumerate(hypers): self._add(d, i, True)
         for i,d in states: self._add(d, i, True, by_value=True)
@@ -64,12 +66,19 @@ class Numbers:
         tape:Tape, # Tape to write the numbers down on
     ):
         "Put tracked numbers into their places"
-        new = {}
+        new,self.tape = {},tape
         self.was = [(d, k, d[k]) for d,k,*_ in self.places.values()]
         for d,k,name,hide in self.places.values():
             v = d[k]
             if name not in new: new[name] = tape.name(name, v, hide)
             d[k] = new[name]
+
+    def show_later(self,
+        j:int, # Which step, from 1
+    ):
+        "Put the hyper-parameters of a later step into their places"
+        for (i,k),v in self.later[j-1].items():
+            self.hypers[i][k] = self.tape.name((j, i, k), v) if isinstance(v, (int, float)) and not isinstance(v, bool) else v
 
     def restore(self):
         "Put the plain numbers back"
@@ -77,44 +86,51 @@ class Numbers:
 
     def values(self) -> dict|None: # Name -> value; `None` where numbers that were one have become different
         "The numbers as they are now"
-        res = {n: d[k] for n,(d,k) in self.first.items()}
+        res = {n: d[k] for n,(d,k) in self.first.items()} | {(j, *n): v for j,o in enumerate(self.later, 1) for n,v in o.items()}
         return res if all(d[k] == res[n] for d,k,n in self.same) else None
 
-# %% ../../nbs/api/05c_capture.step.ipynb #7a351db6
+# %% ../../nbs/api/05c_capture.step.ipynb #6940609a
 class Trace:
     "One run of a step's Python, of which nothing is computed: what it reads and what it leaves behind. Afterwards everything is as before"
     def __init__(self,
-        fn, # The step: takes nothing, returns tensors in lists, tuples and dicts
+        fn, # The step: takes its number among those that are recorded as one, from 0, and returns tensors in lists, tuples and dicts
         places, # Function that gives the `Places` of the step
         inputs:list, # XLA tensors that are given anew to each step
         numbers:Numbers, # Python numbers that may change
         seed:int, # For the numbers that torch is shown
         then=noop, # Called with the trace while its graph is there
+        unread=frozenset(), # As for `Tape`
     ):
         settle_tensors()
-        self.inputs,self.tape,rng,before = inputs,Tape(seed),rng_state(),places()
-        self.memory,self.given,c0 = Memory(before),buffers(inputs),xla_counts()
-        data = {}
+        self.inputs,self.tape,rng,before = inputs,Tape(seed, unread),rng_state(),places()
+        manual_seed(rng)   # where numbers have been drawn already, the next ones begin a graph of their own
+        self.memory,self.given,c0,self.seeds = Memory(before, inputs),buffers(inputs),xla_counts(),[rng]
         numbers.show(self.tape)
         try:
-            with no_host_draws(), shared_scalars(), recorded_math(), no_effects(): outs = fn()
+            with no_host_draws(), shared_scalars(), recorded_math(), no_effects(): outs = [self._step(fn, j, numbers) for j in range(len(numbers.later)+1)]
             c = xla_counts() - c0
             if c.fallbacks: raise Refused(f"operators without an XLA kernel run on the CPU: {', '.join(c.fallbacks)}")
             if c.executions or c.to_host: raise Refused("the value of a tensor is read within the step")
             self._changed(before, places(), numbers)
             self._collect(outs)
             self._sort_inputs()
-            data = dict(zip(self.buffers, self.ts))
             then(self)
         finally:
-            self.memory.restore(data)
-            for t,b,p in zip(inputs, self.given, pending(inputs)):   # a batch that was changed in place
-                if p: t.data = data[b]
+            self.memory.restore()
             numbers.restore()
             manual_seed(rng)
-            self.roots = self.ts = self.memory.copies = None
+            self.roots = self.memory.copies = None
+            drop_pending()
 
-# %% ../../nbs/api/05c_capture.step.ipynb #901982e8
+    def _step(self, fn, j, numbers):
+        if j:
+            manual_seed(self.seeds[-1])
+            advance_rng()
+            self.seeds.append(rng_state())
+            numbers.show_later(j)
+        return fn(j)
+
+# %% ../../nbs/api/05c_capture.step.ipynb #91e1df58
 @patch
 def _changed(self:Trace, before, after, numbers):
     "Sort what has changed into updates, replacements and numbers"
@@ -122,19 +138,24 @@ def _changed(self:Trace, before, after, numbers):
     scratch = {(id(d), k): (path, d, k) for d,k,v,path in after.tensors}
     for i,(d,keys,path) in before.keys.items():
         other = [k for k in keys if k not in d] + [k for k in new.get(i, keys) if k not in keys and (i, k) not in scratch]
-        if other: raise Refused(f"{path}{other[0]} comes or goes within the step")
+        if other: raise Refused(f"{path}{key_name(other[0])} comes or goes within the step")
     self.counts = []
+    for d,k,name,_ in numbers.places.values(): self._count(d, k, name)
     for d,k,v,path in before.numbers:
-        if (id(d), k) in numbers.places: self._count(d, k, v, numbers.places[id(d), k][2], path)
-        elif d[k] is not v and d[k] != v: raise Refused(f"{path} changes within the step, from {v} to {d[k]}")
-    for d,k,v,path in before.others:
-        if d[k] is not v: raise Refused(f"{path} is replaced within the step")
+        if (id(d), k) not in numbers.places and d[k] is not v and d[k] != v: raise Refused(f"{path} changes within the step, from {v} to {d[k] if isinstance(d[k], (int, float, str)) else type(d[k]).__name__}")
+    others = [(path, d, k, v) for d,k,v,path in before.others if d[k] is not v]
+    for path,d,k,v in others:
+        if not (isinstance(v, dict) and isinstance(d[k], dict)): raise Refused(f"{path} is replaced within the step")
     for t,was,path in self.memory.host:
         if not torch.equal(t, was): raise Refused(f"{path}, a tensor on the CPU, changes within the step")
     ts = self.memory.tensors
     self.updated = [i for i,p in enumerate(pending(ts)) if p]
+    fresh = [t for t,p,b in zip(ts, pending(ts), self.memory.buffers) if not p and buffers([t])[0] != b]
+    if [p.requires_grad for p in self.memory.params] != self.memory.trains: raise Refused("parameters are frozen or unfrozen within the step")
+    if fresh: raise Refused(f"a tensor of shape {tuple(fresh[0].shape)} is set from the host within the step")
     replaced = [(path, d, k) for d,k,t,path in before.tensors if d[k] is not t] + [scratch[id(d), k] for d,keys,_ in before.keys.values() for k in new.get(id(d), ()) if k not in keys]
     replaced += [(path, d, k) for d,k,v,(leaves,_),path in before.trees if self._tree_changed(d[k], leaves, path)]
+    replaced += [(path, d, k) for path,d,k,_ in others]
     self.replaced = [(d, k, d[k]) for path,d,k in sorted(replaced, key=lambda o: o[0])]
     self.grads = [(p, p.grad) for p,g in zip(self.memory.params, self.memory.grads) if p.grad is not g]
 
@@ -146,14 +167,14 @@ def _tree_changed(self:Trace, v, leaves, path):
     return any(a is not b for a,b in zip(now, leaves))
 
 @patch
-def _count(self:Trace, d, k, v, name, path):
-    new = d[k]
+def _count(self:Trace, d, k, name):
+    new = d.get(k)
     if isinstance(new, Tracked):
         if new._i != self.tape.names[name]: self.counts.append((d, k, (new._i,)))
     elif isinstance(new, (int, float)): self.counts.append((d, k, new))
-    else: raise Refused(f"{path} becomes a {type(new).__name__} within the step")
+    else: raise Refused(f"the number {k} becomes a {type(new).__name__} within the step")
 
-# %% ../../nbs/api/05c_capture.step.ipynb #1494e301
+# %% ../../nbs/api/05c_capture.step.ipynb #f3f16e5a
 def _kind(t): return (type(t), dict(t.__dict__)) if type(t) not in (torch.Tensor, nn.Parameter) else None
 
 def _typed(t, kind):
@@ -165,12 +186,12 @@ def _typed(t, kind):
 @patch
 def _collect(self:Trace, outs):
     "The roots of the graph, each once, and which of them goes where"
-    self.roots,at = [],{}
+    self.roots,at,own = [],{},{id(t) for t in self.memory.tensors}
     def root(t):
-        if id(t) not in at: self.roots.append(t)
-        return at.setdefault(id(t), len(self.roots)-1)
+        if (i := tensor_id(t)) not in at: self.roots.append(t)
+        return at.setdefault(i, len(self.roots)-1)
     def leaf(t):
-        if not isinstance(t, torch.Tensor) or not is_xla(t): return ('same', t)
+        if not isinstance(t, torch.Tensor) or not is_xla(t) or id(t) in own: return ('same', t)
         if pending([t])[0]: return ('root', root(t), _kind(t))
         b = buffers([t])[0]
         return ('input', self.given.index(b), _kind(t)) if b in self.given else ('same', t)
@@ -187,16 +208,19 @@ def _sort_inputs(self:Trace):
     "What each input of the graph is: random state, batch, state or constant"
     self.ids,self.ts = graph_inputs(self.roots)
     self.hash,self.buffers = graph_hash(self.roots),buffers(self.ts)
-    state,batch = ({b: k for k,b in enumerate(bs)} for bs in (self.memory.buffers, self.given))
-    self.sources = [('seed',) if i is None else ('batch', batch[b]) if b in batch else ('state', state[b]) if b in state else ('const', k) for k,(i,b) in enumerate(zip(self.ids, self.buffers))]
-    self.names = [(kind, self.memory.names[at[0]]) if kind == 'state' else (kind, *at) for kind,*at in self.sources]
+    state,batch = {},{b: k for k,b in enumerate(self.given)}
+    for i,b in enumerate(self.memory.buffers): state.setdefault(b, []).append(i)
+    seeds = {s: j for j,s in enumerate(self.seeds)}
+    seed = lambda k: seeds[self.ts[k].item() % 2**64] if len(seeds) > 1 else 0
+    self.sources = [('seed', seed(k)) if i is None else ('batch', batch[b]) if b in batch else ('state', state[b]) if b in state else ('const', k) for k,(i,b) in enumerate(zip(self.ids, self.buffers))]
+    self.names = [{n: r for i in at for n,r in self.memory.names[i].items()} if kind == 'state' else {(kind, at): None} for kind,at in self.sources]   # all places where an input was found
     ks = [k for k,s in enumerate(self.sources) if s[0] == 'const']
     self.consts = dict(zip(ks, fetch([self.ts[k] for k in ks])))
     self.meanings = {k: {i for i,v in enumerate(self.tape.shown) if _is(v, c)} for k,c in self.consts.items() if not c.dim()}
 
 def _is(v, c): return (isinstance(v, int) or isinstance(v, float) and c.is_floating_point()) and torch.tensor(v, dtype=c.dtype).item() == c.item()
 
-# %% ../../nbs/api/05c_capture.step.ipynb #f259d2e5
+# %% ../../nbs/api/05c_capture.step.ipynb #37957cfb
 class Recording:
     "A step as one compiled graph, with the books that its Python would have kept"
     def __init__(self,
@@ -216,15 +240,17 @@ class Recording:
         for k,c in self.consts.items():
             if self.buffers[k] == first.buffers[k] and (c.dim() or self.ids[k] == first.ids[k] >= 0): raise Refused(f"the step reads a tensor of shape {tuple(c.shape)} that is no attribute of the model, the loss or a callback, where a change of it would go unseen; make it a buffer of a module, or an attribute")
         in_place = {i for i,_ in self.updated}
-        self.handle = compile_graph(trace.roots, [t for t,s in zip(trace.ts, self.sources) if s[0] == 'state' and s[1] in in_place])
+        self.handle = compile_graph(trace.roots, [t for t,(kind,at) in zip(trace.ts, self.sources) if kind == 'state' and in_place.issuperset(at)])
         self.kept = {k: trace.ts[k] for k in self.consts}
-        used = sorted(in_place | {s[1] for s in self.sources if s[0] == 'state'})
-        self.readers,self.at = [trace.memory.readers[i] for i in used],{i: j for j,i in enumerate(used)}
+        self.holders = [n_holders(trace.memory.tensors[i]) for i,_ in self.updated]
+        self.updated = [(trace.memory.readers[i][0], r) for i,r in self.updated]
         self._plan()
 
     def _compare(self, other):
         "Refuse unless `other`, a trace of the same step with other numbers, gives the same graph, its constants explained"
-        if other.hash != self.hash or other.names != self.names: raise Refused("the graph of the step is not the same each time")
+        if other.hash != self.hash or len(other.names) != len(self.names): raise Refused("the graph of the step is not the same each time")
+        self.names = [{n: r for n,r in a.items() if n in b} for a,b in zip(self.names, other.names)]
+        if not all(self.names): raise Refused("the step does not find its inputs in the same places each time")
         if other.tape.ops != self.tape.ops or other.tape.guards != self.tape.guards: raise Refused("the step computes its Python numbers in different ways")
         for k,c in other.consts.items():
             self.meanings[k] = self.meanings.get(k, set()) & other.meanings.get(k, set())
@@ -245,25 +271,33 @@ class Recording:
         scalars = {(min(m), self.consts[k].dtype) for k,m in known.items()}
         self.scalars,self.sent = list(scalars),[None]*len(scalars)
         fixed = [k for k in self.consts if k not in known]
-        self.fixed,n = [None, *(self.kept[k] for k in fixed)],len(self.readers)
-        place = {k: n+1+j for j,k in enumerate(fixed)}
-        n += len(self.fixed)
+        states = [k for k,(kind,_) in enumerate(self.sources) if kind == 'state']
+        self.readers,self.fixed = [next(iter(self.names[k].values())) for k in states],[self.kept[k] for k in fixed]
+        self.draws = sorted({i for kind,i in self.sources if kind == 'seed'})   # which of the steps use random numbers
+        n = len(states) + len(self.draws)
+        place = {k: j for j,k in enumerate(states)} | {k: n+j for j,k in enumerate(fixed)}
+        n += len(fixed)
         place |= {k: n + self.scalars.index((min(m), self.consts[k].dtype)) for k,m in known.items()}
         n += len(scalars)
-        find = dict(state=lambda i: self.at[i], seed=lambda: len(self.readers), const=lambda k: place[k], batch=lambda i: n+i)
-        self.order = [find[kind](*i) for kind,*i in self.sources]
+        self.order = [place[k] if k in place else len(states) + self.draws.index(i) if kind == 'seed' else n+i for k,(kind,i) in enumerate(self.sources)]
 
-# %% ../../nbs/api/05c_capture.step.ipynb #b242a26e
+# %% ../../nbs/api/05c_capture.step.ipynb #ce555da5
 @patch
 def verify(self:Recording,
     inputs:list, # XLA tensors of another batch
 ):
     "Trace the step again, and refuse if the recording would not have done what it does"
-    trace = Trace(self.fn, self.places, inputs, self.get_numbers(), seed=3)
-    before = dict(self.meanings)
-    self.tape.true = trace.tape.true
-    self._compare(trace)
-    if self.meanings != before or self.doubts: self._plan()
+    names,meanings = self.names,self.meanings
+    for unread in (self.tape.unread(), frozenset()):   # the first tells numbers from constants that happen to be equal; where it fails, the second has the say
+        self.names,self.meanings = names,dict(meanings)
+        try:
+            trace = Trace(self.fn, self.places, inputs, self.get_numbers(), seed=3, unread=unread)
+            self.tape.true = trace.tape.true
+            self._compare(trace)
+            break
+        except Exception:
+            if not unread: raise
+    self._plan()
 
 @patch
 def ready(self:Recording) -> bool:
@@ -275,6 +309,21 @@ def ready(self:Recording) -> bool:
     return True
 
 @patch
+def alone(self:Recording) -> bool:
+    "Has nobody made an alias or a view of what the step updates? It would not follow"
+    ts = [f(*a) for (f,*a),_ in self.updated]
+    return not any(t is not None and n_holders(t) > n for t,n in zip(ts, self.holders))
+
+@patch
+def _seeds(self:Recording):
+    "The random state of each step that draws, and the state after them all"
+    res = []
+    for j in range(len(self.numbers.later)+1):
+        if j in self.draws: res.append(seed_tensor())
+        advance_rng()
+    return res
+
+@patch
 def _send_numbers(self:Recording):
     new = [(j, i, dtype) for j,(i,dtype) in enumerate(self.scalars) if self.sent[j] is None or self.sent[j][0] != self.values[i]]
     for (j,i,_),t in zip(new, send_batch([torch.tensor(self.values[i], dtype=dtype) for _,i,dtype in new], device())): self.sent[j] = self.values[i],t
@@ -283,13 +332,18 @@ def _send_numbers(self:Recording):
 @patch
 def run(self:Recording,
     inputs:list, # XLA tensors that are computed, in the place of those that were traced
-): # What the step returns
+): # A list of what each step returns
     "Run the step with the numbers of `ready`, and leave behind what its Python would have left"
     state = [f(*a) for f,*a in self.readers]
-    pool = state + self.fixed + self._send_numbers() + list(inputs)
-    res = run_graph(self.handle, [pool[i] for i in self.order])
-    advance_rng()
-    for i,r in self.updated: state[self.at[i]].data = res[r]
+    self.settled = any(pending(state))
+    if self.settled: settle_tensors()   # somebody has changed it between the steps
+    rng = rng_state()
+    pool = state + self._seeds() + self.fixed + self._send_numbers() + list(inputs)
+    try: res = run_graph(self.handle, [pool[i] for i in self.order])
+    except RuntimeError:
+        manual_seed(rng)
+        raise
+    for (f,*a),r in self.updated: f(*a).data = res[r]
     for d,k,leaves,spec in self.replaced: d[k] = self._build(leaves, spec, res, inputs)
     for p,r in self.grads: p.grad = None if r is None else res[r]
     for d,k,v in self.counts: d[k] = self.values[v[0]] if type(v) is tuple else v

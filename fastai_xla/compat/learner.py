@@ -19,7 +19,7 @@ from fastai.learner import AvgSmoothLoss, Recorder
 from ..runtime import *
 from .core import kept_on_device
 
-# %% ../../nbs/api/04b_compat.learner.ipynb #bf9d0d95
+# %% ../../nbs/api/04b_compat.learner.ipynb #4befa1a6
 class _Zero:
     "A sum that has not begun: turns into zeros of the shape and on the device of what is added first"
     def __iadd__(self, o):
@@ -47,10 +47,9 @@ def accumulate(self:AvgSmoothLoss, learn):
     self.val = torch.lerp(to_detach(learn.loss.mean(), cpu=False), self.val, self.beta)
 
 def _note(rec, replayed):
-    "What `Recorder.after_batch` does, where the metrics `replayed.mets` have been accumulated and the smoothed loss is known"
+    "What `Recorder.after_batch` does, where all metrics but `replayed.others` have been accumulated and the smoothed loss is known"
     if len(rec.yb) == 0: return
-    for met in rec._train_mets if rec.training else rec._valid_mets:
-        if any(met is o for o in replayed.mets): continue
+    for met in replayed.others:
         _begin(met)
         with kept_on_device(rec.learn): met.accumulate(rec.learn)
     if not rec.training: return
@@ -67,18 +66,19 @@ def after_batch(self:Recorder):
     for met in self._train_mets if self.training else self._valid_mets: _begin(met)
     with kept_on_device(self.learn): self._orig_after_batch()
 
-# %% ../../nbs/api/04b_compat.learner.ipynb #f103ceb2
+# %% ../../nbs/api/04b_compat.learner.ipynb #5a849d15
 def _warn_nan(rec):
-    bad = next((i for i,l in enumerate(rec.losses) if not torch.isfinite(l)), None)
-    if bad is None or getattr(rec, '_nan_told', False): return
-    rec._nan_told = True
+    new,rec._seen = rec.losses[rec._seen:],len(rec.losses)
+    with torch._C.DisableTorchFunctionSubclass(): bad = (~torch.stack(new).isfinite()).nonzero() if new else new
+    if len(bad) == 0 or rec._nan_told: return
+    bad,rec._nan_told = len(rec.losses) - len(new) + bad[0].item(),True
     warnings.warn(f"The loss is {rec.losses[bad].item()} from step {bad} of this fit on, and the weights with it. On XLA the loss is read at the end of an epoch only. Look for a learning rate that is too high, "
                   "labels out of range, or inputs that are not finite; `TerminateOnNaNCallback()` stops such a fit early.")
 
 @patch
 def before_fit(self:Recorder):
     "Prepare state for training"
-    self._nan_told = False
+    self._nan_told,self._seen = False,0
     self._orig_before_fit()
 
 @patch

@@ -65,16 +65,16 @@ def step(self:Optimizer, closure=None):
     try: self._orig_step()
     finally: self.cbs = cbs
 
-# %% ../../nbs/api/04c_compat.optimizer.ipynb #59322dfc
+# %% ../../nbs/api/04c_compat.optimizer.ipynb #786decc8
 _made_by = {average_grad: 'grad_avg', average_sqr_grad: 'sqr_avg'}
 
 def _init_fastai(opt):
     names = [_made_by[f] for cb in opt.cbs if (f := getattr(cb, 'func', cb)) in _made_by]
-    missing = [(p, n) for pg in opt.param_lists for p in pg if is_xla(p) and p.requires_grad for n in names if n not in opt.state[p]]
+    ps = [p for pg in opt.param_lists for p in pg if is_xla(p) and (p.requires_grad or getattr(p, '_cleared', False))]
+    missing = [(p, n) for p in ps for n in names if n not in opt.state[p]]
     for (p,n),z in zip(missing, send([torch.zeros(p.shape, dtype=p.dtype) for p,_ in missing], missing and missing[0][0].device)): opt.state[p][n] = z
-    for pg in opt.param_lists:
-        for p in pg:
-            if is_xla(p) and p.requires_grad: opt.state[p] = dict(step=0) | opt.state[p] if step_stat in opt.cbs else opt.state[p]
+    for p in ps:
+        if 'step' not in opt.state[p] and step_stat in opt.cbs: opt.state[p] = dict(step=0) | opt.state[p]
 
 def _init_torch(opt):
     ps = [p for g in opt.param_groups for p in g['params'] if is_xla(p) and p.requires_grad]

@@ -7,7 +7,9 @@ Docs: https://fastai-xla.github.io/fastai_xla/api/compat.text.html.md"""
 # %% auto #0
 __all__ = ['n_lengths', 'text_lengths', 'pad_chunk', 'load_model_text', 'load_ignore_keys']
 
-# %% ../../nbs/api/04h_compat.text.ipynb #888e4fa9
+# %% ../../nbs/api/04h_compat.text.ipynb #acf049f1
+import threading
+
 import torch
 from fastcore.all import *
 import fastai.text.data, fastai.text.learner
@@ -39,7 +41,7 @@ def forward(self:SentenceEncoder, input):
         outs.append(o.masked_fill(idle[:,None,None], 0))
     return torch.cat(outs, dim=1),mask[:,first:]
 
-# %% ../../nbs/api/04h_compat.text.ipynb #551f285e
+# %% ../../nbs/api/04h_compat.text.ipynb #060d9a78
 n_lengths = 4 # Lengths to which a dataloader on XLA pads its texts, at most
 
 def text_lengths(
@@ -52,12 +54,13 @@ def text_lengths(
     chunks = sorted(-(-max(l, 1)//seq_len) for l in lens)
     return sorted({chunks[-(-len(chunks)*k//n)-1]*seq_len for k in range(1, n+1)})
 
-_padding_for = None
+_padding = threading.local()   # batches are made in a thread that reads ahead, too
 
 def _padded_len(n, seq_len):
-    if _padding_for is None: return n
-    known = _padding_for.__dict__.setdefault('_xla_lengths', {})
-    if seq_len not in known: known[seq_len] = text_lengths(_padding_for.res, seq_len)
+    dl = getattr(_padding, 'dl', None)
+    if dl is None: return n
+    known = dl.__dict__.setdefault('_xla_lengths', {})
+    if seq_len not in known: known[seq_len] = text_lengths(dl.res, seq_len)
     return next((l for l in known[seq_len] if l >= n), -(-n//seq_len)*seq_len)
 
 _pad_chunk = fastai.text.data.pad_chunk
@@ -71,11 +74,10 @@ fastai.text.data.pad_chunk = pad_chunk
 
 @patch
 def do_batch(self:SortedDL, b):
-    global _padding_for
     if not is_xla(self.device): return self._orig_do_batch(b)
-    _padding_for = self
+    _padding.dl = self
     try: return self._orig_do_batch(b)
-    finally: _padding_for = None
+    finally: _padding.dl = None
 
 # %% ../../nbs/api/04h_compat.text.ipynb #82df7a5b
 @patch

@@ -7,8 +7,8 @@ Docs: https://fastai-xla.github.io/fastai_xla/api/parity.backends.html.md"""
 # %% auto #0
 __all__ = ['BackendRuns', 'compare_backends', 'parity_cli']
 
-# %% ../../nbs/api/12e_parity.backends.ipynb #9dd26dd1
-import importlib, inspect, sys
+# %% ../../nbs/api/12e_parity.backends.ipynb #a87abf9f
+import gc, importlib, inspect, sys
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -27,13 +27,14 @@ from .models import Finding
 from .truth import *
 from .calls import default_dtype
 
-# %% ../../nbs/api/12e_parity.backends.ipynb #e7abf12f
+# %% ../../nbs/api/12e_parity.backends.ipynb #aded1038
 _drop_attrs = dict(embed_p='EmbeddingDropout', weight_p='WeightDropout', dropout='', p='Dropout')   # attribute -> what the name of its class contains
 
 def _no_dropout(model):
+    "For fastai's `WeightDropout` next to none: of none `F.dropout` returns the parameter itself, and the next `reset` fails"
     for m in model.modules():
         for a,cls in _drop_attrs.items():
-            if isinstance(getattr(m, a, None), float) and cls.lower() in type(m).__name__.lower(): setattr(m, a, 0.)
+            if isinstance(getattr(m, a, None), float) and cls.lower() in type(m).__name__.lower(): setattr(m, a, 1e-30 if a == 'weight_p' else 0.)
 
 class _Curve(Callback):
     "Losses of all steps; of some steps a sample of the weights, and a sum over the first batches"
@@ -42,12 +43,15 @@ class _Curve(Callback):
     def before_fit(self):
         ps = [p for p in self.model.parameters()]
         total,g = sum(p.numel() for p in ps),torch.Generator().manual_seed(0)
-        self.idxs = [torch.randint(p.numel(), (max(1, self.sample*p.numel()//total),), generator=g) if total > self.sample else torch.arange(p.numel()) for p in ps]
+        self.idxs = [torch.randint(p.numel(), (max(1, self.sample*p.numel()//total),), generator=g) if total > self.sample
+            else torch.arange(p.numel()) for p in ps]
         if not self.weights: self.weights[0] = self._take()
-    def _take(self): return torch.cat([p.reshape(-1)[i].double() for p,i in zip(fetch([p.detach() for p in self.model.parameters()]), self.idxs)]).numpy()
+    def _take(self):
+        return torch.cat([p.reshape(-1)[i].double() for p,i in zip(fetch([p.detach() for p in self.model.parameters()]), self.idxs)]).numpy()
     def before_validate(self): raise CancelValidException
     def before_batch(self):
-        if self.step < 3: self.batches.append([t.detach().double().abs().mean() for t in self.xb+self.yb if isinstance(t, torch.Tensor) and t.dtype != torch.bool])
+        if self.step < 3:
+            self.batches.append([t.detach().double().abs().mean() for t in self.xb+self.yb if isinstance(t, torch.Tensor) and t.dtype != torch.bool])
     def after_batch(self): self._new.append(self.learn.loss.detach())
     def taken(self):
         "Once the step has run"
@@ -79,7 +83,7 @@ def _prepare(learn, backend):
         learn.dls.to(torch.device(backend))
         return learn.model.to(backend)
     _on_cpu(learn)
-    if backend == 'inductor': learn.model.forward = torch.compile(learn.model.forward)   # `model.compile()` passes over models of PyTorch's own modules
+    if backend == 'inductor': learn.model.forward = torch.compile(learn.model.forward)   # `model.compile()` passes over PyTorch's own modules
     if backend == 'float64':
         learn.model.double()
         learn.remove_cbs([cb for cb in learn.cbs if isinstance(cb, Recorder)])   # its averages are float32
@@ -100,18 +104,32 @@ def _run(make_learner, backend, fit, seed, modes=()):
     with ExitStack() as stack:
         for c in (learn.no_logging(), default_dtype(torch.float64 if backend == 'float64' else torch.float32), *modes): stack.enter_context(c)
         fit(learn)
-    return learn._curve
+    curve = learn._curve
+    learn.remove_cb(curve)
+    del learn
+    gc.collect()   # a learner and its callbacks hold each other, and a model in float64 is large
+    return curve
 
-# %% ../../nbs/api/12e_parity.backends.ipynb #1ee175a0
+# %% ../../nbs/api/12e_parity.backends.ipynb #e8fdc17d
 class BackendRuns(Finding):
-    "Runs of one training on several backends; true where one has a fault. `.verdicts`, `.parted` (backend -> first step), `.losses`, `.distances`, `.plot()`"
-    limit,in_a_row = 30,3
-    def __init__(self, truth, floors, curves, left_out, n_iter):
+    """Runs of one training on several backends; true where one has a fault
+
+    `.verdicts`, `.parted` (backend -> first step), `.losses`, `.distances`, `.plot()`"""
+    limit,in_a_row,rougher = 30,3,10
+    def __init__(self,
+        truth, # `_Curve` of the float64 run
+        floors:list, # Those of the runs with random roundings
+        curves:dict, # Backend -> its `_Curve`
+        left_out:dict, # Backend -> why it was not run
+        n_iter:int, # Steps of an epoch
+        rough:list=(), # Runs with random roundings that are ten times as large
+    ):
         store_attr()
         self.losses = {k: np.array(c.losses) for k,c in dict(float64=truth, **curves).items()}
         self.distances = {k: self._weights(c) for k,c in curves.items()}
         last_bit = dict(loss=2**-23*np.abs(self.losses['float64']), weights=2**-25)
-        self.floor = {k: self._highest([f(c) for c in floors], last_bit[k]) for k,f in dict(loss=self._loss, weights=self._weights).items()}
+        far = dict(loss=self._loss, weights=self._weights)
+        self.floor = {k: self._highest([f(c) for c in floors] + [f(c)/self.rougher for c in rough], last_bit[k]) for k,f in far.items()}
         self.ratios = {k: dict(loss=self._loss(c)/self.floor['loss'], weights=self.distances[k]/self.floor['weights']) for k,c in curves.items()}
         self.parted = {k: s for k,r in self.ratios.items() if (s := self._parts(r)) is not None}
         self.verdicts = {k: 'fault' if k in self.parted else 'rounding' for k in curves}
@@ -134,7 +152,8 @@ class BackendRuns(Finding):
         return min(found, default=None)
 
     def _told(self):
-        said = [f"{k} has a fault: it parts from the truth at step {s} (epoch {(s-1)//self.n_iter+1}), farther than rounding can lead." for k,s in self.parted.items()]
+        said = [f"{k} has a fault: it parts from the truth at step {s} (epoch {(s-1)//self.n_iter+1}), farther than rounding can lead."
+            for k,s in self.parted.items()]
         fine = [k for k in self.verdicts if k not in self.parted]
         said += [f"{', '.join(fine)}: rounding."]*bool(fine) + [f'Left out: {k}, {why}.' for k,why in self.left_out.items()]
         return ' '.join(said)
@@ -142,7 +161,8 @@ class BackendRuns(Finding):
     def _table(self):
         early = self.steps <= 50
         def row(k):
-            return {'verdict': self.verdicts[k], 'parts at step': self.parted.get(k, ''), 'final loss': self.losses[k][-1], 'off by': self._loss(self.curves[k])[-1],
+            return {'verdict': self.verdicts[k], 'parts at step': self.parted.get(k, ''), 'final loss': self.losses[k][-1],
+                    'off by': self._loss(self.curves[k])[-1],
                     'times the floor, steps 1 to 50': np.nanmax(self.ratios[k]['weights'][early][1:], initial=0.)}
         return pd.DataFrame({k: row(k) for k in self.verdicts}).T.rename_axis('backend')
 
@@ -155,7 +175,8 @@ class BackendRuns(Finding):
         import matplotlib.pyplot as plt
         fig,axs = plt.subplots(1, 3, figsize=figsize)
         colors = {k: f'C{i}' for i,k in enumerate(self.curves)}
-        for k,l in self.losses.items(): axs[0].plot(range(1, len(l)+1), l, label=k, **(dict(lw=4, color='lightgrey') if k == 'float64' else dict(lw=1, color=colors[k])))
+        for k,l in self.losses.items():
+            axs[0].plot(range(1, len(l)+1), l, label=k, **(dict(lw=4, color='lightgrey') if k == 'float64' else dict(lw=1, color=colors[k])))
         axs[1].fill_between(range(1, len(self.floor['loss'])+1), 1e-12, self.floor['loss'], color='lightgrey', label='rounding')
         axs[2].fill_between(self.steps, 1e-12, self.floor['weights'], color='lightgrey', label='rounding')
         for k in self.curves:
@@ -168,7 +189,7 @@ class BackendRuns(Finding):
         plt.close(fig)
         return fig
 
-# %% ../../nbs/api/12e_parity.backends.ipynb #f520bc1e
+# %% ../../nbs/api/12e_parity.backends.ipynb #4fdac857
 def _possible(backend):
     "Why a backend cannot be tried here; empty where it can"
     if backend.startswith('xla') and not torch_xla: return 'torch_xla is not installed'
@@ -183,7 +204,8 @@ def _check_same(truth, curve, name):
                          "`make_learner` has to make a new model at each call, with weights that depend on the seed alone.")
     for x,y in zip(truth.batches, curve.batches):
         if not np.allclose([float(t) for t in x], [float(t) for t in y], rtol=1e-4, atol=1e-6):
-            raise ValueError(f"The run on {name} had other batches than the first run. Make the dataloaders in `make_learner`, and leave random augmentation away.")
+            raise ValueError(f"The run on {name} had other batches than the first run. Make the dataloaders in `make_learner`, and leave random "
+                "augmentation away.")
 
 def compare_backends(
     make_learner:callable, # Returns a new `Learner`
@@ -192,12 +214,13 @@ def compare_backends(
     lr:float=None, # Learning rate; the learner's by default
     fit:callable=None, # Takes the learner and trains it; `learn.fit(n_epoch, lr)` by default
     seed:int=42, # Seed of weights and batches
-    roundings:int=3, # Runs with random roundings
+    roundings:int=3, # Runs with random roundings; twice as many more where there seems to be a fault
 ) -> BackendRuns: # True where a backend has a fault
     "Train the same learner on each backend, and tell rounding from a fault by the early steps"
     fit = fit or (lambda learn: learn.fit(n_epoch, lr))
     truth = _run(make_learner, 'float64', fit, seed, [PlainOps()])
-    floors = [_run(make_learner, 'float64', fit, seed, [RandomRounding(i), PlainOps()]) for i in range(roundings)]
+    def rounded(i, **kwargs): return _run(make_learner, 'float64', fit, seed, [RandomRounding(i, **kwargs), PlainOps()])
+    floors = [rounded(i) for i in range(roundings)]
     left_out = {b: why for b in backends if (why := _possible(b))}
     curves = {}
     for b in backends:
@@ -207,7 +230,10 @@ def compare_backends(
         else: _check_same(truth, curves[b], b)
     _check_same(truth, floors[0], 'float64, a second time')
     n_iter = max(1, len(truth.losses)//max(1, n_epoch)) if len(truth.losses) % max(1, n_epoch) == 0 else len(truth.losses)
-    return BackendRuns(truth, floors, curves, left_out, n_iter)
+    runs = BackendRuns(truth, floors, curves, left_out, n_iter)
+    if not runs: return runs
+    rough = [rounded(roundings+i, eps=BackendRuns.rougher*2**-24) for i in range(2*roundings)]
+    return BackendRuns(truth, floors, curves, left_out, n_iter, rough)
 
 # %% ../../nbs/api/12e_parity.backends.ipynb #34303064
 def _make_learner(source):

@@ -20,8 +20,12 @@ from fastcore.all import *
 from ..runtime import *
 from .truth import *
 
-# %% ../../nbs/api/12c_parity.calls.ipynb #881f6f93
-def walk(o, f, name=''):
+# %% ../../nbs/api/12c_parity.calls.ipynb #d7dbcaf4
+def walk(
+    o, # Lists, tuples and dicts of tensors and other things
+    f:callable, # Takes a name and a tensor
+    name:str='', # Name of `o` itself
+): # The same structure
     "`o` with `f(name, tensor)` in place of each tensor, through lists, tuples and dicts"
     if isinstance(o, torch.Tensor): return f(name, o)
     if isinstance(o, dict): return {k: walk(v, f, f'{name}.{k}' if name else str(k)) for k,v in o.items()}
@@ -42,7 +46,8 @@ def _has_tensors(o): return isinstance(o, (torch.Tensor, list, tuple)) and bool(
 def _state(m):
     "Parameters, buffers and the attributes that hold tensors"
     attrs = {k: v for k,v in vars(m).items() if k not in ('_parameters', '_buffers', '_modules') and _has_tensors(v)}
-    return dict(params={k: v for k,v in m._parameters.items() if v is not None}, buffers={k: v for k,v in m._buffers.items() if v is not None}, attrs=attrs)
+    return dict(params={k: v for k,v in m._parameters.items() if v is not None}, buffers={k: v for k,v in m._buffers.items() if v is not None},
+        attrs=attrs)
 
 @contextmanager
 def installed(
@@ -60,7 +65,7 @@ def installed(
             m._parameters.clear(), m._parameters.update(ps)
             m._buffers.clear(), m._buffers.update(bs)
 
-# %% ../../nbs/api/12c_parity.calls.ipynb #709db79e
+# %% ../../nbs/api/12c_parity.calls.ipynb #b374ffbf
 def floats(
     o, # Anything
 ) -> dict: # Name -> tensor
@@ -71,7 +76,15 @@ def _kept(o): return walk(o, lambda n, t: t.detach().clone().requires_grad_(t.re
 
 class Call:
     "One call of a module or function in the float64 run: what went in and came out, the gradients, and the calls of its children"
-    def __init__(self, path, fn, name, args, kwargs, module=None, owner=None):
+    def __init__(self,
+        path:str, # Path of the module, or of the one within which a function is called
+        fn:callable, # What is called
+        name:str, # Its name
+        args:tuple, # Its arguments
+        kwargs:dict, # Its keyword arguments
+        module:nn.Module|None=None, # The module, if it is one
+        owner=None, # The `Call` within which this one is
+    ):
         store_attr('path,fn,name,module,owner')
         self.inputs = _kept(dict(args=args, kwargs=kwargs, state=_state(module) if module is not None else {}))
         self.outputs,self.grads,self.in_grads,self.children,self.repeatable = None,{},{},[],True
@@ -84,9 +97,9 @@ class Call:
     @property
     def largest(self): return max((t.numel() for t in floats([self.inputs, [c.outputs for c in self.children]]).values()), default=1)
 
-_not_calls = set('''size dim stride numel detach clone backward register_hook requires_grad_ is_floating_point is_complex data_ptr item tolist contiguous storage_offset is_contiguous
-    ndimension nelement __get__ __set__ __len__ __format__ __repr__ __bool__ __deepcopy__ __reduce_ex__ as_subclass retain_grad get_device element_size zero_ new_zeros new_ones
-    new_empty new_full zeros_like ones_like empty_like full_like view_as'''.split())
+_not_calls = set('''size dim stride numel detach clone backward register_hook requires_grad_ is_floating_point is_complex data_ptr item tolist
+    contiguous storage_offset is_contiguous ndimension nelement __get__ __set__ __len__ __format__ __repr__ __bool__ __deepcopy__ __reduce_ex__
+    as_subclass retain_grad get_device element_size zero_ new_zeros new_ones new_empty new_full zeros_like ones_like empty_like full_like view_as'''.split())
 
 def _is_sequence(m):
     "A module whose own code does nothing but call its children one after the other?"
@@ -168,7 +181,8 @@ class Recorder(TorchFunctionMode):
     def recording(self):
         "Note what the block does"
         apply = torch.autograd.Function.__dict__['apply']
-        torch.autograd.Function.apply = classmethod(lambda cls, *args, **kwargs: self._function(partial(apply.__func__, cls), cls.__name__, *args, **kwargs))
+        torch.autograd.Function.apply = classmethod(lambda cls, *args, **kwargs: self._function(partial(apply.__func__, cls), cls.__name__, *args,
+            **kwargs))
         try:
             with _calling(self._module), self: yield
         finally: torch.autograd.Function.apply = apply
@@ -183,7 +197,7 @@ def _calling(f):
     try: yield
     finally: nn.Module.__call__ = old
 
-# %% ../../nbs/api/12c_parity.calls.ipynb #7f73a80d
+# %% ../../nbs/api/12c_parity.calls.ipynb #9d37a475
 class _Stub(torch.autograd.Function):
     "Returns what a call returned; its backward notes the gradients that come, and returns those that the call gave"
     @staticmethod
@@ -205,7 +219,8 @@ class _Stubs:
             self.entered = True
             return _module_call(m, *args, **kwargs)
         child = self.rest.pop(0) if self.rest else None
-        if child is None or child.module is not m: raise RuntimeError(f'{self.call} calls its children in another order than in the float64 run on the CPU')
+        if child is None or child.module is not m:
+            raise RuntimeError(f'{self.call} calls its children in another order than in the float64 run on the CPU')
         who,given = f'{len(self.call.children)-len(self.rest)}. {child.name}',floats(dict(args=args, kwargs=kwargs))
         self.forward.update({f'{who}.{_short(n)}': t.detach().clone() for n,t in given.items()})
         outs,in_grads = self.conv(child.outputs),self.conv(child.in_grads)

@@ -7,11 +7,11 @@ Docs: https://fastai-xla.github.io/fastai_xla/api/parity.locate.html.md"""
 # %% auto #0
 __all__ = ['Backend', 'Fault', 'locate_fault']
 
-# %% ../../nbs/api/12d_parity.locate.ipynb #e08aa275
+# %% ../../nbs/api/12d_parity.locate.ipynb #f26d2865
+import sys
 from collections import Counter
 from contextlib import nullcontext
 from copy import copy
-from pathlib import Path
 
 import pandas as pd
 import torch
@@ -22,12 +22,13 @@ from fastai.learner import Learner
 
 from ..runtime import *
 from ..runtime import torch_xla
+from ..causes import site_of
 from ..lowerings.all import register_lowerings
 from .models import Finding, unchanged
 from .truth import *
 from .calls import *
 
-# %% ../../nbs/api/12d_parity.locate.ipynb #e45a4ee2
+# %% ../../nbs/api/12d_parity.locate.ipynb #1dccb198
 _tols = {torch.float32: 5e-6, torch.float64: 1e-12}
 
 def _tol(dtype): return _tols.get(dtype, 4*torch.finfo(dtype).eps)
@@ -95,17 +96,27 @@ def _blamed(call, truth, results, backends, rounded):
     if len(rows) == len(backends) > 1: return []   # it cannot be run alone anywhere
     rows += _suspects(call, truth, errs, backends, rounded)
     if any(r['phase'] == 'backward' and not r['crash'] for r in rows): rows = _again(call, rows, backends, rounded)
-    return [max((r for r in rows if r['phase'] == p), key=lambda r: r['error']) for p in ('forward', 'backward') if any(r['phase'] == p for r in rows)]
+    return [max((r for r in rows if r['phase'] == p), key=lambda r: r['error'])
+        for p in ('forward', 'backward') if any(r['phase'] == p for r in rows)]
 
-# %% ../../nbs/api/12d_parity.locate.ipynb #c0758ce0
+# %% ../../nbs/api/12d_parity.locate.ipynb #c1f4f9ba
 class _Ops(TorchDispatchMode):
-    "Note operators, inputs and results"
+    "Note operators, inputs, results, and the lines of the user's code that called them"
     def __init__(self):
         super().__init__()
-        self.ops,self.phase = [],'forward'
+        self.ops,self.sites,self.phase,self.frames = [],[],'forward',[]
+    def __enter__(self):
+        f = sys._getframe()
+        while f := f.f_back: self.frames.append(f)   # held, so that no id is used again
+        self.outside = {id(f) for f in self.frames}
+        return super().__enter__()
+    def __exit__(self, *args):
+        self.frames.clear()
+        return super().__exit__(*args)
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         keep = lambda o: walk(o, lambda n, t: t.detach().clone())
         self.ops.append((self.phase, func, keep([list(args), kwargs or {}]), None))
+        self.sites.append(site_of(sys._getframe().f_back, self.outside))
         out = func(*args, **(kwargs or {}))
         self.ops[-1] = (*self.ops[-1][:3], keep(out))
         return out
@@ -115,14 +126,15 @@ def _ops(call, backend, rounded):
     def backward(): rec.phase = 'backward'
     try: repeat(call, backend.device, backend.dtype, rounded, modes=[rec], between=backward)
     except Exception: pass
-    return fetch(rec.ops)
+    return [(*o, s) for o,s in zip(fetch(rec.ops), rec.sites)]
 
 def _op_error(func, inp, out, backend):
     "Error of one operator, or 0 where it is within rounding, or cannot be told"
     if func.is_view or torch.Tag.nondeterministic_seeded in func.tags or not floats(out): return 0.
     def run(noise=None):
         (args,kwargs),_ = converted(inp, torch.device('cpu'), torch.float64, backend.dtype, noise)
-        kwargs = {k: torch.float64 if isinstance(v, torch.dtype) and v.is_floating_point else torch.device('cpu') if k == 'device' else v for k,v in kwargs.items()}
+        kwargs = {k: torch.float64 if isinstance(v, torch.dtype) and v.is_floating_point else torch.device('cpu') if k == 'device' else v
+            for k,v in kwargs.items()}
         with torch.no_grad(), PlainOps(): return dict(forward=floats(func(*args, **kwargs)))
     try: truth,moved = run(),run(torch.Generator().manual_seed(0))
     except Exception: return 0.
@@ -130,8 +142,8 @@ def _op_error(func, inp, out, backend):
     worst = [e for k,e in err.items() if e > backend.tol and e > 10*noise[k]]
     return max(worst, default=0.)
 
-_silent = set('''view clone detach _propagate_xla_data copy lift_fresh empty empty_like expand t transpose permute select slice unsqueeze squeeze _unsafe_view alias as_strided reshape _to
-    zeros ones ones_like zeros_like new_empty_strided fill zero'''.split())
+_silent = set('''view clone detach _propagate_xla_data copy lift_fresh empty empty_like expand t transpose permute select slice unsqueeze squeeze
+    _unsafe_view alias as_strided reshape _to zeros ones ones_like zeros_like new_empty_strided fill zero'''.split())
 
 def _op_names(ops, phase):
     names = [f._schema.name.split('::')[1].removesuffix('_copy').rstrip('_') for p,f,*_ in ops if p == phase]
@@ -146,10 +158,27 @@ def _other(b, backends): return next((o for o in backends if o.device != b.devic
 def _operator(row, backends, rounded):
     "Name of the operator to blame"
     call,b,phase = row['call'],row['backend'],row['phase']
-    for p,f,inp,out in _ops(call, b, rounded):
+    for p,f,inp,out,_ in _ops(call, b, rounded):
         if p == phase and (out is None if row['crash'] else _op_error(f, inp, out, b)): return str(f)
     only = None if row['crash'] else _only(call, phase, b, _other(b, backends), rounded)
     return f"{call.name} ({', '.join(f'aten.{n}' for n in only)} on {b.name} only)" if only else call.name
+
+# %% ../../nbs/api/12d_parity.locate.ipynb #f31a5c87
+def _lines(call, phase, b, rounded):
+    "Line -> its last result, or `None` where that failed"
+    return {site: None if out is None else floats(out) for p,_,_,out,site in _ops(call, b, rounded) if p == phase and site.user}
+
+def _apart(a, e, tol):
+    if a is None or e is None: return a is not e
+    return a.keys() != e.keys() or any(a[k].shape != e[k].shape or _error(a[k], e[k].double()) > tol for k in a)
+
+def _line(row, backends, rounded):
+    "File and line of the user's code in which a call becomes wrong; empty where there is none"
+    call,b,phase = row['call'],row['backend'],row['phase']
+    mine = _lines(call, phase, b, rounded)
+    if row['crash']: return next((str(s) for s,out in mine.items() if out is None), '')
+    theirs = _lines(call, phase, _other(b, backends), rounded)
+    return next((str(s) for s,out in mine.items() if s not in theirs or _apart(out, theirs[s], max(2*b.tol, row['error']/10))), '')
 
 # %% ../../nbs/api/12d_parity.locate.ipynb #55f0bdac
 def _turned(row, backends, rounded):
@@ -161,24 +190,25 @@ def _turned(row, backends, rounded):
     mine,its = (_only(call, row['phase'], x, y, rounded) for x,y in ((b, cpu), (cpu, b)))
     return row | dict(backend=cpu) if its and not mine else row
 
-# %% ../../nbs/api/12d_parity.locate.ipynb #2249deca
-def _source(call):
-    "File and line of the code of a call that is not PyTorch's own; empty where there is no file"
-    f = vars(call.module).get('forward', type(call.module).forward) if call.module is not None else call.fn
-    code = getattr(getattr(f, '__func__', f), '__code__', None)
-    if code is None or code.co_filename.startswith('<') or '/torch/' in code.co_filename or 'ipykernel' in code.co_filename: return ''
-    return f' ({Path(code.co_filename).name}, line {code.co_firstlineno})'
-
+# %% ../../nbs/api/12d_parity.locate.ipynb #9b18302a
 class Fault(Finding):
-    "The first call that is wrong: `path`, `operator`, `phase`, `backend`, `error`; false where there is none. `.table` has all of them"
-    def __init__(self, rows, n_calls, backends, rounded):
+    """The first call that is wrong; false where there is none. `.table` has all of them
+
+    `path`, `operator`, `phase`, `backend`, `error`, and `line`: of your code, empty where only the kernel of an operator is wrong"""
+    def __init__(self,
+        rows:list, # What is wrong, as from `_blamed`
+        n_calls:int, # Calls that were tried
+        backends:list, # `Backend`s
+        rounded:torch.dtype, # Precision to which inputs were rounded
+    ):
         self.rounded,self.n_calls,self.backends = rounded,n_calls,backends
         first = rows[0] if rows else dict(call=None, phase=None, backend=None, error=0., crash=None)
         self.call,self.phase,self.error,self.crash = first['call'],first['phase'],first['error'],first['crash']
         self.path,self.backend = (self.call.path or '(the model itself)',first['backend'].name) if rows else (None,None)
-        self.operator = _operator(first, backends, rounded) if rows else None
+        self.operator,self.line = (_operator(first, backends, rounded),_line(first, backends, rounded)) if rows else (None,'')
         cols = 'module call phase backend tensor error'.split()
-        table = pd.DataFrame([(r['call'].path, r['call'].name, r['phase'], r['backend'].name, r['tensor'], r['error']) for r in rows], columns=cols).set_index('module')
+        table = pd.DataFrame([(r['call'].path, r['call'].name, r['phase'], r['backend'].name, r['tensor'], r['error']) for r in rows],
+            columns=cols).set_index('module')
         super().__init__(self._told(), table)
 
     def _told(self):
@@ -187,7 +217,7 @@ class Fault(Finding):
         how = f'on {self.backend}, in the {self.phase} pass'
         crash = self.crash and f'{type(self.crash).__name__}: {(str(self.crash).strip().splitlines() or [""])[0].rstrip(".")}'
         what = f'fails {how}: {crash}' if crash else f'is wrong {how}, by {self.error:.1e}'
-        return f'{self.operator} in {self.path} ({self.call.name}) {what}.' + ('' if self.operator.startswith('aten.') else _source(self.call))
+        return f'{self.operator} in {self.path} ({self.call.name}) {what}.' + (f' The line: {self.line}' if self.line else '')
 
     def swap_op(self,
         fn:callable=None, # What to compute instead; PyTorch's decomposition by default
@@ -202,7 +232,8 @@ class Fault(Finding):
     ) -> tuple: # Error of this call before, and with the operator swapped
         "Repeat the call with the operator replaced by a plain formula: where it was the cause, the error is gone"
         b = next(b for b in self.backends if b.name == self.backend)
-        def error(): return max(v for (p,_),v in _errors(_ran(self.call, b, self.rounded), _truth(self.call, self.rounded)).items() if p == self.phase)
+        def error():
+            return max(v for (p,_),v in _errors(_ran(self.call, b, self.rounded), _truth(self.call, self.rounded)).items() if p == self.phase)
         before = error()
         with self.swap_op(fn): return before,error()
 
@@ -242,5 +273,6 @@ def _search(calls, backends, rounded):
     for i,c in enumerate(calls):
         try: truth = _truth(c, rounded)
         except Exception: continue   # not even the CPU can repeat it in float64
-        rows += [_turned(r | dict(call=c, i=i), backends, rounded) for r in _blamed(c, truth, [_ran(c, b, rounded) for b in backends], backends, rounded)]
+        rows += [_turned(r | dict(call=c, i=i), backends, rounded)
+            for r in _blamed(c, truth, [_ran(c, b, rounded) for b in backends], backends, rounded)]
     return sorted(rows, key=lambda r: (0,r['i']) if r['phase'] == 'forward' else (1,-r['i']))

@@ -44,7 +44,7 @@ class Finding:
     def __repr__(self): return self.verdict + (f'\n\n{_text(self.table)}' if len(self.table) else '')
     def _repr_html_(self): return f'<p>{self.verdict}</p>' + (self.table.to_html() if len(self.table) else '')
 
-# %% ../../nbs/api/12a_parity.models.ipynb #2a7e2dcf
+# %% ../../nbs/api/12a_parity.models.ipynb #e29fd134
 def _model(o): return o.model if isinstance(o, Learner) else o
 
 def _tensors(model):
@@ -54,8 +54,10 @@ def _tensors(model):
 def _same_names(a, b):
     only = [[n for n in x if n not in y] for x,y in ((a,b), (b,a))]
     if not any(only): return
-    told = [f"only in the {which}: {', '.join(o[:5])}{f' and {len(o)-5} more' if len(o) > 5 else ''}" for which,o in zip(('first','second'), only) if o]
-    raise ValueError(f"The models have different parameters or buffers, so they cannot be compared one by one ({'; '.join(told)}). Build both with the same code.")
+    told = [f"only in the {which}: {', '.join(o[:5])}{f' and {len(o)-5} more' if len(o) > 5 else ''}"
+        for which,o in zip(('first','second'), only) if o]
+    raise ValueError(f"The models have different parameters or buffers, so they cannot be compared one by one ({'; '.join(told)}). Build both "
+        "with the same code.")
 
 def _largest(a, b):
     "Largest difference, and the place of it; NaN equals NaN, and infinitely far from a number"
@@ -66,6 +68,8 @@ def _largest(a, b):
     i = d.argmax()
     return d.flatten()[i].item(),str(tuple(int(o) for o in np.unravel_index(i.item(), d.shape))) if d.dim() else ''
 
+def _settings(model): return {f'{n}.{k}' if n else k: v for n,m in model.named_modules() for k,v in vars(m).items() if isinstance(v, float)}
+
 def _both(x, y): return str(x) if x == y else f'{x} | {y}'
 
 def compare_models(
@@ -73,23 +77,32 @@ def compare_models(
     b:nn.Module|Learner, # Another one, with the same names of parameters and buffers
     tol:float=0., # Differences up to this size count as equal
 ) -> Finding: # False where the models match; `.table` has a row for each mismatch, the largest difference first
-    "Compare device, type, shape and value of every parameter and buffer. Raises `ValueError` where the names differ"
+    """Compare device, type, shape and value of every parameter and buffer, and settings of modules such as `eps`
+
+    Raises `ValueError` where the names differ"""
     ta,tb = _tensors(_model(a)),_tensors(_model(b))
     _same_names(ta, tb)
     ha,hb = fetch([ta, tb])
-    rows = []
+    sa,sb = _settings(_model(a)),_settings(_model(b))
+    rows = [dict(name=n, device='', dtype='float', shape='', difference=abs(x-sb[n]), at=_both(x, sb[n])) for n,x in sa.items() if x != sb.get(n, x)]
+    n_set = len(rows)
     for n in ta:
         x,y = ta[n],tb[n]
         diff,at = _largest(ha[n], hb[n])
         if (x.device,x.dtype,x.shape) == (y.device,y.dtype,y.shape) and diff <= tol: continue
         dtypes = [str(t.dtype).removeprefix('torch.') for t in (x, y)]
-        rows.append(dict(name=n, device=_both(x.device, y.device), dtype=_both(*dtypes), shape=_both(tuple(x.shape), tuple(y.shape)), difference=diff, at=at))
-    table = pd.DataFrame(rows, columns='name device dtype shape difference at'.split()).set_index('name').sort_values('difference', ascending=False, na_position='first')
+        rows.append(dict(name=n, device=_both(x.device, y.device), dtype=_both(*dtypes), shape=_both(tuple(x.shape), tuple(y.shape)),
+            difference=diff, at=at))
+    table = pd.DataFrame(rows, columns='name device dtype shape difference at'.split()).set_index('name').sort_values('difference', ascending=False,
+        na_position='first')
     if not rows: return Finding(f"The models match: {len(ta)} parameters and buffers, {f'to {tol}' if tol else 'bit by bit'}", table)
-    kinds = {k: table[k].str.contains('|', regex=False) for k in ('device', 'dtype', 'shape')} | dict(value=~(table.difference <= tol))
-    return Finding(f"{len(table)} of {len(ta)} parameters and buffers differ: {', '.join(f'{v.sum()} in {k}' for k,v in kinds.items() if v.any())}", table)
+    ts = table[table.dtype != 'float']
+    kinds = {k: ts[k].str.contains('|', regex=False) for k in ('device', 'dtype', 'shape')} | dict(value=~(ts.difference <= tol))
+    told = ', '.join(f'{v.sum()} in {k}' for k,v in kinds.items() if v.any())
+    tensors = [f"{len(ts)} of {len(ta)} parameters and buffers differ: {told}"]*bool(len(ts))
+    return Finding('; '.join(tensors + [f"{n_set} settings of modules differ"]*bool(n_set)), table)
 
-# %% ../../nbs/api/12a_parity.models.ipynb #9665ba60
+# %% ../../nbs/api/12a_parity.models.ipynb #7615556f
 def _held(opt): return [p for pg in opt.param_lists for p in pg]
 
 def _param_row(ps, own):
@@ -114,8 +127,10 @@ def trainable_params(
     if learn.opt is None: return Finding('No optimizer yet: `fit` or `create_opt` makes one.', pd.DataFrame(rows).T)
     held = _held(learn.opt)
     rows['the optimizer'] = _param_row(held, own)
-    strange,lost = rows['the optimizer']['not_of_the_model'],[n for n,p in learn.model.named_parameters() if p.requires_grad and id(p) not in {id(q) for q in held}]
-    said = [f"The optimizer holds {strange} parameters that are not the model's: it was made before the model moved or changed. Call `learn.create_opt()`."]*bool(strange)
+    strange,lost = rows['the optimizer']['not_of_the_model'],[n for n,p in learn.model.named_parameters() if p.requires_grad
+        and id(p) not in {id(q) for q in held}]
+    said = [f"The optimizer holds {strange} parameters that are not the model's: it was made before the model moved or changed. Call "
+        "`learn.create_opt()`."]*bool(strange)
     if lost: said.append(f"The optimizer does not hold {len(lost)} trainable parameters of the model, the first is {lost[0]}.")
     return Finding(' '.join(said) or "The optimizer holds the model's parameters and no others.", pd.DataFrame(rows).T)
 
@@ -184,7 +199,7 @@ def unchanged(
         for cb,a in cbs: vars(cb).clear(), vars(cb).update(a)
         if has_xla(list(learn.model.parameters())): sync()
 
-# %% ../../nbs/api/12a_parity.models.ipynb #aa03ff90
+# %% ../../nbs/api/12a_parity.models.ipynb #2b3abf69
 class _Grads(Callback):
     "The gradients of the step, before anything acts on them"
     order = -100
@@ -208,11 +223,14 @@ def _frozen_by_fastai(learn):
 def _reason(n, p, learn, device, home, grads, moved):
     "Why parameter `n`, on `device`, does not train as it should; `None` where it does"
     held = {id(q) for q in _held(learn.opt)}
-    if device != home: return f'on {device}, and the model on {home}: move the model as a whole, with `learn.to_xla()` or `learn.model.to(...)`, before the optimizer is made'
+    if device != home:
+        return (f'on {device}, and the model on {home}: move the model as a whole, with `learn.to_xla()` or `learn.model.to(...)`, '
+                'before the optimizer is made')
     if not p.requires_grad: return None if id(p) in _frozen_by_fastai(learn) else 'frozen: `requires_grad` is False, and not through `learn.freeze()`'
     if id(p) not in held:
         strange = any(id(q) not in {id(o) for o in learn.model.parameters()} and q.shape == p.shape for q in _held(learn.opt))
-        return ("not held by the optimizer, which was made before the model moved or changed: " if strange else 'not held by the optimizer: ') + 'call `learn.create_opt()`'
+        return ("not held by the optimizer, which was made before the model moved or changed: " if strange
+            else 'not held by the optimizer: ') + 'call `learn.create_opt()`'
     if grads is None: return None
     g = grads[n]
     if g is None: return 'no gradient: the loss does not depend on it'

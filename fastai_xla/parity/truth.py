@@ -75,12 +75,13 @@ def swap_op(
     try: yield
     finally: lib._destroy()
 
-# %% ../../nbs/api/12b_parity.truth.ipynb #68f63feb
+# %% ../../nbs/api/12b_parity.truth.ipynb #3a16385f
 _aten = torch.ops.aten
 _reads = {_aten.bernoulli.default, _aten.native_dropout.default, _aten.multinomial.default, _aten.poisson.default}   # the others need but a shape
 
 def _on_host(o, read):
-    if isinstance(o, torch.Tensor): return (fetch(o.detach()) if read else torch.empty(o.shape)).to('cpu', torch.float32 if o.is_floating_point() else o.dtype)
+    if isinstance(o, torch.Tensor):
+        return (fetch(o.detach()) if read else torch.empty(o.shape)).to('cpu', torch.float32 if o.is_floating_point() else o.dtype)
     if isinstance(o, torch.device): return torch.device('cpu')
     return torch.float32 if isinstance(o, torch.dtype) and o.is_floating_point else o
 
@@ -95,14 +96,15 @@ class HostDraws(TorchDispatchMode):
         kwargs = kwargs or {}
         if _random not in func.tags: return func(*args, **kwargs)
         like,host = args[0] if isinstance(args[0], torch.Tensor) else None,partial(_on_host, read=func in _reads)
-        device,dtype = (like.device,like.dtype) if like is not None else (kwargs.get('device') or torch.device('cpu'),kwargs.get('dtype') or torch.get_default_dtype())
+        device,dtype = (like.device,like.dtype) if like is not None else (kwargs.get('device') or torch.device('cpu'),kwargs.get('dtype')
+            or torch.get_default_dtype())
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
             res = func(*tree_map(host, args), **tree_map(host, kwargs))
         if func._schema.name.endswith('_'): return args[0].copy_(res)
         return tree_map(lambda t: t.to(device, dtype if t.is_floating_point() else t.dtype) if isinstance(t, torch.Tensor) else t, res)
 
-# %% ../../nbs/api/12b_parity.truth.ipynb #d07c44df
+# %% ../../nbs/api/12b_parity.truth.ipynb #5ac86232
 class RandomRounding(TorchDispatchMode):
     "Disturb each operator's float64 result at random, as rounding it to float32 would"
     def __init__(self,
@@ -122,11 +124,12 @@ class RandomRounding(TorchDispatchMode):
         kwargs = kwargs or {}
         res = func(*args, **kwargs)
         if func.is_view or func in _exact: return res
-        if not (torch.Tag.pointwise in func.tags or func._schema.is_mutable or _random in func.tags or func in _changes): res = self._as_sum(func, args, kwargs, res)
+        if not (torch.Tag.pointwise in func.tags or func._schema.is_mutable or _random in func.tags or func in _changes):
+            res = self._as_sum(func, args, kwargs, res)
         return tree_map(self._round, res)
 
 def _is_wide(t): return isinstance(t, torch.Tensor) and t.dtype == torch.float64 and t.numel() > 0
 
-_exact = {_aten.detach.default, _aten.clone.default, _aten.copy_.default, _aten.zeros_like.default, _aten.ones_like.default, _aten.zero_.default, _aten._to_copy.default,
-          _aten.fill_.Scalar, _aten.empty_like.default, _aten.lift_fresh.default}
+_exact = {_aten.detach.default, _aten.clone.default, _aten.copy_.default, _aten.zeros_like.default, _aten.ones_like.default, _aten.zero_.default,
+          _aten._to_copy.default, _aten.fill_.Scalar, _aten.empty_like.default, _aten.lift_fresh.default}
 _changes = {_aten.native_batch_norm.default, _aten._native_batch_norm_legit.default}   # the running statistics, though their schema does not say so
