@@ -107,7 +107,7 @@ def machine():
 
 def compare(cases, names, n, fresh, steps, out):
     for model,bs in cases:
-        size = steps or (8000//bs if model == 'convnet' else sizes[model][1])
+        size = steps or (8192//bs if model == 'convnet' else sizes[model][1])
         print(f'\n{model}, batches of {bs}, {size} steps an epoch', flush=True)
         for i,rows in rounds_of(names, n, fresh, (model, bs, size)):
             df = save([dict(model=model, bs=bs) | r for r in rows], out/'steps.csv')

@@ -7,7 +7,7 @@ Docs: https://fastai-xla.github.io/fastai_xla/api/data.html.md"""
 # %% auto #0
 __all__ = ['ahead', 'Fed', 'feedable', 'feed']
 
-# %% ../nbs/api/06_data.ipynb #fda84af8
+# %% ../nbs/api/06_data.ipynb #125cb815
 import pickle, random
 from collections import deque
 from concurrent import futures
@@ -16,7 +16,9 @@ from itertools import chain, islice
 
 import numpy as np
 import torch
+from torch.utils.data import TensorDataset
 from fastcore.all import *
+from fastai.data.core import TfmdDL
 from fastai.data.load import DataLoader, _loaders
 from fastai.torch_core import TensorBase, apply, to_device
 
@@ -77,14 +79,23 @@ def _read_ahead(groups):
     finally:
         with suppress(RuntimeError): pool.shutdown(cancel_futures=True)   # in the thread itself, where the garbage collector may run, there is nothing to wait for
 
-# %% ../nbs/api/06_data.ipynb #60392cbe
+# %% ../nbs/api/06_data.ipynb #27f53e55
+_by_item = 'create_item do_item create_batch do_batch create_batches chunkify sample'.split()
+
+def _is_table(dl):
+    "Are the batches of `dl` rows of tensors, and nothing is done to an item?"
+    stock = all(getattr(type(dl), n) is getattr(TfmdDL, n) and n not in dl.__dict__ for n in _by_item)
+    return type(dl.dataset) is TensorDataset and stock and dl.fake_l.num_workers == 0 and dl.indexed and dl.bs and not any(len(getattr(p, 'fs', (p,))) for p in (dl.after_item, dl.before_batch))
+
 def _start(dl):
     "Start a pass over `dl`, as fastai does; an iterator over the batches, collated"
     dl.randomize()
     dl.before_iter()
     dl._DataLoader__idxs = dl.get_idxs()
+    if _is_table(dl): return (tuple(t[i] for t in dl.dataset.tensors) for i in chunked(dl._DataLoader__idxs, dl.bs, dl.drop_last))
     return (tuple(b) if dl.pin_memory and type(b) == list else b for b in _loaders[dl.fake_l.num_workers==0](dl.fake_l))
 
+# %% ../nbs/api/06_data.ipynb #77239af2
 def _rng_states(): return random.getstate(), pickle.dumps(np.random.get_state()), torch.get_rng_state().numpy().tobytes()
 
 def _first(dl, it):

@@ -140,7 +140,7 @@ def _check_shapes(learn, seen):
         warnings.warn(f"Batches have come in three shapes so far: {', '.join(map(str, seen))}. XLA compiles a graph for each, which takes far longer than a step. Give all items one shape: `item_tfms=Resize(size)` for images, "
                       "`pad_input` or `text_lengths` for texts, or `drop_last=True` where only the number of items differs.")
 
-# %% ../nbs/api/07_learner.ipynb #2da6d0de
+# %% ../nbs/api/07_learner.ipynb #1d1b6ad4
 def _as_xla_device(d):
     if d is None or isinstance(d, int): return device(d or 0)
     d = torch.device(d)
@@ -156,10 +156,12 @@ def to_xla(self:Learner,
     device:torch.device|str|int|None=None, # XLA device, its name or number; the first one by default
     replay:bool|str='auto', # Record each step once and run it again, where that is proved safe? `False` traces every step; `True` warns of what cannot be recorded
     steps_per_execution:int=1, # Steps that are recorded and run as one program: for small models, where the device waits for Python
+    cache:str|None=None, # Folder in which compiled programs are kept for the next process, where the device's compiler can read them back
 ) -> Learner: # The learner itself
     "Train, validate and predict on an XLA device from now on"
     device = _as_xla_device(device)
     if steps_per_execution < 1 or steps_per_execution > 1 and not replay: raise ValueError(f"to_xla(replay={replay}, steps_per_execution={steps_per_execution}): steps are run together once they are recorded, so this takes a number from 1 on, and `replay='auto'`.")
+    if cache and (why := use_cache(cache)): warnings.warn(f"to_xla(cache='{cache}'): compiled programs are not kept: {why}. Training goes on, and the next process compiles anew.")
     if getattr(self, 'dls', None) is None: raise ValueError("This learner has no DataLoaders, and on XLA they send the batches to the device. Set `learn.dls` first, then call `learn.to_xla()`.")
     if defaults.use_cuda is False: raise ValueError("fastai has been told to put everything on the CPU, by `default_device(False)`. Take that back with `default_device(None)`, then call `learn.to_xla()`.")
     register_lowerings()

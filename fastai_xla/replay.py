@@ -74,7 +74,7 @@ class Watch:
 
 def _same(a, b): return len(a[0]) == len(b[0]) and all(map(is_, a[0], b[0])) and a[1] == b[1]
 
-# %% ../nbs/api/06b_replay.ipynb #fb5465d5
+# %% ../nbs/api/06b_replay.ipynb #37e7ac3a
 class Replay:
     "Records the batches of a learner and runs them again"
     def __init__(self,
@@ -86,12 +86,17 @@ class Replay:
         self.learn,self.recs,self.why,self.watch,self.seen,self.n_seen = learn,{},Counter(),None,{},0
         self.feds,self.later,self.key,self.kind,self.held,self.looked,self.sizes = None,[],None,None,{},None,{}   # sizes: layer that counts its forward passes -> their batch sizes in a step, but the last
         self.failed = {True: 0, False: 0}   # training? -> kinds of batches refused since one was recorded
+        self.used = set()   # kinds of batches in this fit
+        self.cbs,self.acts = None,{}   # callbacks as they were, and who of them acts on what
         self.reason,self.plain = '',Counter()   # why the last batch was stepped plainly; reason -> batches of this fit
         self.moved,self.tracing,self.prepared = False,False,0   # was this batch traced? programs beside the step's: what a batch needs first
 
     def start(self):
         "Begin a fit"
         self.plain.clear()
+        self.cbs = None
+        for key in [k for k in self.held if k not in self.used]: del self.recs[key],self.held[key]   # not used in the last fit
+        self.used,self.key = set(),None
         self.failed = {True: 0, False: 0}
 
     def _loss_module(self):
@@ -125,7 +130,7 @@ class Replay:
         sums = [m for m in mets if any(type(m).accumulate is c.accumulate for c in _sums)]
         return sums,[m for m in mets if m not in sums]
 
-# %% ../nbs/api/06b_replay.ipynb #ec47cc8a
+# %% ../nbs/api/06b_replay.ipynb #cc77f715
 def _hypers(opts): return [h for o in opts[-1:] for h in (o.hypers if hasattr(o, 'hypers') else o.param_groups)]
 
 def _numbers_of(opts, objects, later):
@@ -135,24 +140,45 @@ def _numbers_of(opts, objects, later):
     return Numbers(hypers=_hypers(opts), states=states, objects=[o.__dict__ for o in (*opts, *objects)], later=later)
 
 @patch
-def _look(self:Replay):
-    "Find the callbacks and metrics that are part of the step"
+def _acting(self:Replay,
+    name, # Of an event, or of a question about callbacks
+    is_one=None, # Function that answers it; by default, whether the callback acts on the event
+):
+    "Callbacks in their order, as long as they are the same"
+    now = [(id(cb), len(cb.__dict__)) for cb in self.learn.cbs]
+    if now != self.cbs: self.cbs,self.acts = now,{}
+    if name not in self.acts: self.acts[name] = [cb for cb in sorted(self.learn.cbs, key=attrgetter('order')) if (is_one or (lambda cb: _acts(cb, (name,))))(cb)]
+    return self.acts[name]
+
+@patch
+def _look(self:Replay, again=False):
+    "Find the callbacks and metrics that are part of the step, and the attributes on which they may branch"
     learn = self.learn
-    now = (learn.training, learn.iter == 0, len(learn.yb), [(id(cb), len(cb.__dict__)) for cb in learn.cbs], [id(m) for m in learn.metrics])
-    if now == self.looked and learn.iter: return
+    now = (learn.training, learn.iter == 0, self.feds is None, self.feds and id(self.feds[0].tfm), len(learn.yb), self.cbs, id(learn.loss_func), [id(m) for m in learn.metrics])
+    if now == self.looked and learn.iter and not again: return
     self.looked = now
     self.mixed = first(cb for cb in learn.cbs if isinstance(cb, MixedPrecision))
-    self.actors = [cb for cb in learn.cbs if _acts(cb, in_step)]
+    self.actors = self._acting('in the step', lambda cb: _acts(cb, in_step))
     self.mets,self.others = self._metrics()
+    self.settings = _Settings(learn, [(learn.loss_func, True), *((f, True) for f in self._tfms()), *((o, False) for o in (*self.actors, *self.mets))])
 
-_of_batch = frozenset('xb yb pred loss loss_grad smooth_loss replayed training'.split())
+_of_batch = frozenset('xb yb pred loss loss_grad smooth_loss replayed training learn'.split())
 def _flags(d): return tuple((k, v) for k,v in d.items() if v is None or type(v) in (bool, str))
-def _settings(o, numbers=True):
-    "What of an object's attributes a step may depend on: values as they are, other objects by their identity. Tensors are looked at elsewhere"
-    def value(v): return v if isinstance(v, _plain) else (*v,) if isinstance(v, (tuple, list)) else id(v)
-    def counts(v): return (isinstance(v, _plain) or _is_object(v) or isinstance(v, (tuple, list)) and _all_plain(list(v))) and (numbers or not isinstance(v, (int, float)) or type(v) is bool)
-    me = (id(o.__self__), id(o.__func__)) if isinstance(o, MethodType) else id(o)   # a bound method is another object each time
-    return me,*((k, value(v)) for k,v in getattr(o, '__dict__', {}).items() if k != 'learn' and counts(v))
+
+class _Settings:
+    "What of objects' attributes a step may depend on. Tensors are looked at elsewhere, and so are numbers, where they may change"
+    def __init__(self, learn, objects): # Of the learner flags only; then pairs: an object, and whether its numbers are settings, too
+        self.dicts = [getattr(o, '__dict__', {}) for o,_ in objects]
+        own = [(d, k, v, numbers) for d,(_,numbers) in zip(self.dicts, objects) for k,v in d.items() if k not in _of_batch]
+        self.plain = [(d, k) for d,k,v,numbers in own if _all_plain(v) and not isinstance(v, (list, dict)) and (numbers or type(v) not in (int, float))]
+        self.plain += [(learn.__dict__, k) for k,v in sorted(learn.__dict__.items(), key=itemgetter(0)) if k not in _of_batch and (v is None or type(v) in (bool, str))]
+        self.lists = [(d, k) for d,k,v,_ in own if isinstance(v, list) and _all_plain(v)]
+        self.others = [(d, k) for d,k,v,_ in own if not _all_plain(v) and _is_object(v)]
+        self.alive = [d[k] for d,k in self.others]
+
+    def now(self):
+        vals = [d[k] for d,k in self.plain]
+        return tuple(map(type, vals)),tuple(vals),tuple(id(d[k]) for d,k in self.others),tuple(map(len, self.dicts)),tuple(tuple(d[k]) for d,k in self.lists)
 
 @patch
 def _tfms(self:Replay):
@@ -163,19 +189,24 @@ def _tfms(self:Replay):
         if isinstance(f, AffineCoordTfm): f.split_idx = pipe.split_idx   # as its `before_call` does
     return getattr(pipe, 'fs', [pipe])
 
+def _ident(o): return (id(o.__self__), id(o.__func__)) if isinstance(o, MethodType) else id(o)   # a bound method is another object each time
+
 @patch
 def _key(self:Replay, inputs, spec):
     learn,opts = self.learn,self._opts()
     hypers = _hypers(opts)
-    self.alive = (learn.model, learn.loss_func, [o.state for o in opts], [(list(o.state.values()), list(getattr(o, 'cbs', ()))) for o in opts], hypers, self.mets, list(learn.cbs))   # whose ids are in the key
-    tfms = list(self._tfms())
-    self.alive += ([list(getattr(o, '__dict__', {}).values()) for o in (learn.loss_func, *tfms, *self.actors, *self.mets)], tfms)
     batch = tuple((t.shape, t.dtype, type(t)) if isinstance(t, torch.Tensor) else t for t in inputs)
-    own = tuple(sorted((kv for kv in _flags(learn.__dict__) if kv[0] not in _of_batch), key=itemgetter(0)))
-    states = tuple((id(st), len(st), *(v for v in st.values() if type(v) is bool)) for o in opts[-1:] for st in o.state.values())
-    return (learn.training, self.feds and len(self.feds), self._watched(), batch, spec, own, states, *map(id, (*self.mets, *hypers)), *((id(o.state), *map(id, getattr(o, 'cbs', ()))) for o in opts), *(_flags(o) for o in hypers),
-            *(_settings(o, numbers=False) for o in (*self.actors, *self.mets)), *((id(cb), cb.run, cb.run_train, cb.run_valid) for cb in sorted(learn.cbs, key=attrgetter('order'))), *map(_settings, (learn.loss_func, *tfms)),
+    states = tuple((id(st), len(st), *(v for v in st.values() if v is True or v is False)) for o in opts[-1:] for st in o.state.values())
+    return (learn.training, self.feds and len(self.feds), self._watched(), batch, spec, _ident(learn.loss_func), *map(id, (*self._tfms(), *self.mets, *hypers)), *((id(o.state), *map(id, getattr(o, 'cbs', ()))) for o in opts),
+            *((id(cb), cb.run, cb.run_train, cb.run_valid) for cb in self._acting('all', lambda cb: True)), self.settings.now(), *(_flags(o) for o in hypers), states,
             *(m.step_key(*self.sizes.get(m, ())) for m in self.watch.keyed if m.training), torch.is_autocast_enabled('xla'), torch.get_autocast_dtype('xla'), torch.is_grad_enabled())
+
+@patch
+def _alive(self:Replay):
+    "What has its id in the key, held so that no other object gets it"
+    learn,opts = self.learn,self._opts()
+    inner = [(list(o.state.values()), list(getattr(o, 'cbs', ()))) for o in opts]
+    return learn.model,learn.loss_func,[o.state for o in opts],inner,_hypers(opts),self.mets,list(learn.cbs),list(self._tfms()),self.settings
 
 @patch
 def _places(self:Replay):
@@ -188,7 +219,7 @@ def _places(self:Replay):
     roots |= {f'after_batch.{type(f).__name__}': f for f in self._tfms() if hasattr(f, '__dict__')}
     return Places({'model': learn.model, 'loss': self._loss_module() or {}} | roots, skip=('learn', 'hypers', 'param_groups', 'param_lists', 'hook_func'))
 
-# %% ../nbs/api/06b_replay.ipynb #0bae5507
+# %% ../nbs/api/06b_replay.ipynb #494d1de1
 def _accumulate(met, learn):
     "A sum that is updated in place stays the same tensor, where fastai would give it the loss's type"
     was = getattr(met, 'total', None)
@@ -237,7 +268,9 @@ def _record(self:Replay, inputs):
         try: return self._step(j)
         finally:
             self._check_learner(held)
-            if j == len(self.later): learn.__dict__.update(start)
+            if j == len(self.later):
+                learn.__dict__.update(start)
+                start.clear()   # a recording outlives the learner's optimizer
     with self._advances() as calls: rec = Recording(traced, self._places, inputs, numbers)
     rec.end,half = self.end,len(calls)//2   # of two traces
     rec.advances = calls[half:]
@@ -264,7 +297,7 @@ def _check_learner(self:Replay, held):
     d.update(held)
     if other: raise Refused(f"a callback sets learn.{other[0]} within the step")
 
-# %% ../nbs/api/06b_replay.ipynb #6df693d5
+# %% ../nbs/api/06b_replay.ipynb #7f3f6d8a
 def _zeros(met, device):
     "A metric whose sum has not begun starts from zeros on the device"
     if isinstance(met, AvgSmoothLoss): met.val = met.val if is_xla(met.val) else send_batch([met.val], device)[0]
@@ -273,11 +306,15 @@ def _zeros(met, device):
 @patch
 def _find(self:Replay, inputs, spec):
     "The recordings of this kind of batch, or why there are none"
-    key = self._key(inputs, spec)
+    try: key = self._key(inputs, spec)
+    except KeyError: key = None   # an attribute is gone
     if key != self.key:
+        self._look(again=True)
+        key = self._key(inputs, spec)
         if key not in self.recs: self._forget()
         self.key,self.kind = key,self.recs.setdefault(key, [])
-        self.held[key] = self.alive
+        self.held[key] = self._alive()
+        self.used.add(key)
     return self.kind
 
 @patch
@@ -302,6 +339,11 @@ def _refuse(self:Replay, e):
     if self.mixed and not torch.is_autocast_enabled('xla'): self.mixed.autocast.__enter__()
 
 @patch
+def begin(self:Replay):
+    "Note the random state at the start of a batch"
+    self.seed,self.syncs,self.moved = rng_state(),n_syncs(),False
+
+@patch
 def batch(self:Replay) -> bool: # Has the step been done?
     "Do the step of this batch as recorded, if that can be"
     learn,self.tracing = self.learn,False
@@ -312,6 +354,7 @@ def batch(self:Replay) -> bool: # Has the step been done?
     if isinstance(recs, str):
         self.reason = recs
         return False
+    for _ in range(n_syncs()-self.syncs): self.seed = next_seed(self.seed)   # a callback has run programs of its own
     if rng_state() != self.seed:   # the batch has drawn before the step
         self.moved = True
         manual_seed(rng_state())
@@ -376,7 +419,7 @@ def take(self:Replay,
     learn.xb,learn.yb,learn.pred,learn.loss = (done[k] for k in ('xb', 'yb', 'pred', 'loss'))
     learn.loss_grad,learn.replayed = learn.loss,SimpleNamespace(others=self.others, smooth_loss=done.get('smooth_loss'))
 
-# %% ../nbs/api/06b_replay.ipynb #3ba82404
+# %% ../nbs/api/06b_replay.ipynb #995badbf
 def _replay(learn):
     "The learner's `Replay`, where it is on"
     cb = learn.__dict__.get('xla_opt')
@@ -395,7 +438,8 @@ def all_batches(self:Learner):
 def one_batch(self:Learner, i, b):
     r = _replay(self)
     if r is None: return self._orig_one_batch(i, b)
-    self.iter,self.replayed,r.seed,r.moved = i,None,rng_state(),False
+    self.iter,self.replayed = i,None
+    r.begin()
     folds = isinstance(b, Fed) and r.folds()
     r.feds,r.later = [b] if folds else None,[]
     b = b.raw if folds else b.batch() if isinstance(b, Fed) else self._set_device(b)
@@ -417,21 +461,21 @@ def _do_one_batch(self:Learner):
 @patch
 def folds(self:Replay) -> bool:
     "May the batch transforms be part of the step?"
-    return not any(_acts(cb, ('before_batch',)) and not isinstance(cb, _folds) and cb is not self.learn.xla_opt for cb in self.learn.cbs)
+    return not self._acting('looks at the batch', lambda cb: _acts(cb, ('before_batch',)) and not isinstance(cb, _folds) and cb is not self.learn.xla_opt)
 
 @patch
 def _call_one(self:Learner, event_name):
     if _replay(self) is None: return self._orig__call_one(event_name)
     if not hasattr(event, event_name): raise Exception(f'missing {event_name}')
-    for cb in sorted(self.cbs, key=attrgetter('order')):
-        if event_name == 'after_fit' or _acts(cb, (event_name,)): cb(event_name)
+    for cb in self.cbs.sorted('order') if event_name == 'after_fit' else list(_replay(self)._acting(event_name)): cb(event_name)
 
 @patch
 def strangers(self:Replay) -> bool:
     "Are there callbacks, not of fastai, that may have written down something in this batch?"
-    return any(not type(cb).__module__.startswith(('fastai.', 'fastai_xla.')) and _acts(cb, ('before_batch', 'after_batch', 'after_cancel_batch', *in_step)) for cb in self.learn.cbs)
+    def is_one(cb): return not type(cb).__module__.startswith(('fastai.', 'fastai_xla.')) and _acts(cb, ('before_batch', 'after_batch', 'after_cancel_batch', *in_step))
+    return bool(self._acting('a stranger', is_one))
 
-# %% ../nbs/api/06b_replay.ipynb #15806090
+# %% ../nbs/api/06b_replay.ipynb #8c5668a3
 @patch
 def _hold(self:Replay):
     "The hyper-parameters as they are now"
@@ -446,8 +490,8 @@ def _before_each(self:Replay, i, feds):
     for j,fed in enumerate(feds):
         if j: _next_batch(learn)
         learn._split(fed.raw)
-        for cb in sorted(learn.cbs, key=attrgetter('order')):
-            if _acts(cb, ('before_batch',)) and not isinstance(cb, MixedPrecision): cb('before_batch')
+        for cb in self._acting('before_batch'):
+            if not isinstance(cb, MixedPrecision): cb('before_batch')
         held.append(self._hold())
     learn.__dict__.update(start, iter=i)
     return held
@@ -460,7 +504,8 @@ def several(self:Replay,
     "Do several batches as one"
     learn = self.learn
     if not self.folds() or self.failed[learn.training] >= 4: return False
-    self.seed,self.moved,self.feds = rng_state(),False,feds
+    self.begin()
+    self.feds = feds
     held = self._before_each(i, feds)
     self._set_hypers(held[0])
     self.later = self.laters.setdefault(len(feds), [])   # a recording goes on looking there

@@ -7,9 +7,9 @@ Docs: https://fastai-xla.github.io/fastai_xla/api/runtime.html.md"""
 # %% auto #0
 __all__ = ['torch_xla', 'xm', 'met', 'look_every', 'device', 'is_xla', 'sync', 'XLACounts', 'xla_counts', 'count_xla', 'has_xla',
            'fetch', 'send', 'send_batch', 'Look', 'move_module', 'is_pending', 'graph_text', 'hlo_text', 'graph_hash',
-           'graph_debug', 'graph_scope', 'memory_info', 'manual_seed', 'rng_state', 'cannot_replay', 'pending',
-           'tensor_id', 'buffers', 'n_holders', 'graph_inputs', 'compile_graph', 'run_graph', 'seed_tensor',
-           'advance_rng', 'settle_tensors', 'drop_pending', 'shared_scalars']
+           'graph_debug', 'graph_scope', 'use_cache', 'memory_info', 'manual_seed', 'rng_state', 'cannot_replay',
+           'pending', 'tensor_id', 'buffers', 'n_holders', 'graph_inputs', 'compile_graph', 'run_graph', 'seed_tensor',
+           'advance_rng', 'next_seed', 'n_syncs', 'settle_tensors', 'drop_pending', 'shared_scalars']
 
 # %% ../nbs/api/00_runtime.ipynb #1444d027
 import operator, os, time, warnings
@@ -282,7 +282,7 @@ def move_module(
         if m._parameters[n] is not p: res[p] = m._parameters[n]
     return res
 
-# %% ../nbs/api/00_runtime.ipynb #d458b4b8
+# %% ../nbs/api/00_runtime.ipynb #2f9c9d7e
 def _core(name):
     if not hasattr(_XLAC, name): raise RuntimeError(f"torch_xla {_version('torch_xla')} has no {name}, through which graphs are read. fastai_xla is tested with torch_xla 2.9; training does not need it.")
     return getattr(_XLAC, name)
@@ -328,6 +328,15 @@ def graph_scope(
     try: yield
     finally: del scope
 
+def use_cache(
+    folder, # Where to keep compiled programs
+) -> str: # Why they are not kept; empty if they are
+    "Keep compiled programs in `folder` for later processes, where the device's compiler can read them back. Has to come before the first program"
+    if torch_xla.runtime.device_type() == 'CPU': return "XLA's compiler for the CPU writes programs, but cannot read them back"
+    try: torch_xla.runtime.initialize_cache(str(folder))
+    except Exception as e: return str(e)
+    return ''
+
 def memory_info() -> dict: # Empty where the device keeps no account, as the CPU
     "The device's own account of its memory"
     try: return dict(_core('_xla_memory_info')(str(torch_xla.device())))
@@ -344,7 +353,7 @@ def rng_state() -> int: # State to give to `manual_seed`
     "The random state of the XLA device"
     return _XLAC._xla_get_rng_seed(str(torch_xla.device())) if torch_xla and not _broken else 0
 
-# %% ../nbs/api/00_runtime.ipynb #06479bcd
+# %% ../nbs/api/00_runtime.ipynb #7c79472c
 _graph_names = """_xla_get_tensor_id _get_tensors_handle _check_tensor_need_materialization _get_tensors_xla_device_data_node _get_seed_info_id _get_base_seed_as_tensor _get_graph_hash _xla_warm_up_cache _run_cached_graph
     _clear_pending_irs _set_buffer_donation _xla_set_rng_seed _xla_get_rng_seed _xla_sync_live_tensors _xla_tensors_from_aten _set_xla_enable_device_data_cache _set_xla_handle_special_scalars""".split()
 
@@ -418,7 +427,16 @@ def seed_tensor():
 def advance_rng():
     "Move the random state on, as `sync` does"
     dv = str(torch_xla.device())
-    _XLAC._xla_set_rng_seed((1012031 + _XLAC._xla_get_rng_seed(dv)*7012063) % 2**64, dv)
+    _XLAC._xla_set_rng_seed(next_seed(_XLAC._xla_get_rng_seed(dv)), dv)
+
+def next_seed(
+    seed:int, # Random state
+) -> int: # Random state after a `sync`
+    return (1012031 + seed*7012063) % 2**64
+
+def n_syncs() -> int:
+    "How often a `sync` has moved the random state on"
+    return met.counter_value('MarkStep') or 0
 
 def settle_tensors():
     "Compute what is written down, without moving the random state on"

@@ -6,17 +6,19 @@ class Probe(Callback):
     "After everything else, note what has come up since the end of the batch before"
     order = 2000
     def before_fit(self):
-        if not hasattr(self, 'gather_preds'): self.rows = []
+        if not hasattr(self, 'gather_preds'): self.rows,self.traced = [],[]
     def before_train(self): self.last = xla_counts()
     def before_validate(self): self.last = xla_counts()
     def after_batch(self):
         now = xla_counts()
+        replay = getattr(getattr(self.learn, 'xla_opt', None), 'replay', None)
         self.rows.append((self.training, self.iter, now-self.last))
+        self.traced.append(bool(replay and replay.tracing))
         self.last = now
     def steady(self, training):
-        "Costs of the batches of the last fit that the contract is about: from the third in training and in validation, without the first of each validation"
-        rows = [c for t,i,c in self.rows if t == training and (t or i > 0)]
-        return rows[2 if training else 1:]
+        "Costs of the batches of the last fit that the contract is about: from the third in training and in validation, without the first of each validation and those that are traced to be recorded"
+        rows = [(c, r) for (t,i,c),r in zip(self.rows, self.traced) if t == training and (t or i > 0)]
+        return [c for c,r in rows[2 if training else 1:] if not r]
 
 def breaches(costs):
     "What of `costs`, one `XLACounts` per batch, breaks the contract"

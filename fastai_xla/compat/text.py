@@ -120,7 +120,7 @@ def load_ignore_keys(model, wgts):
 
 fastai.text.learner.load_model_text,fastai.text.learner.load_ignore_keys = load_model_text,load_ignore_keys
 
-# %% ../../nbs/api/04h_compat.text.ipynb #c1703a54
+# %% ../../nbs/api/04h_compat.text.ipynb #8a669740
 @patch
 @delegates(LMLearner._orig_predict if hasattr(LMLearner, '_orig_predict') else LMLearner.predict)
 def predict(self:LMLearner, text, n_words=1, **kwargs):
@@ -129,4 +129,6 @@ def predict(self:LMLearner, text, n_words=1, **kwargs):
     cb = self.xla_opt
     self.detach_xla()
     try: return self._orig_predict(text, n_words, **kwargs)
-    finally: self.to_xla(cb.device).xla_opt.log = cb.log
+    finally:
+        self.to_xla(cb.device)
+        self.xla_opt.log,self.xla_opt.replay = cb.log,cb.replay
