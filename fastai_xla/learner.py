@@ -73,7 +73,7 @@ def settle(
         raise RuntimeError(f"The optimizer holds {len(lost)} parameters (the first of shape {tuple(lost[0].shape)}, on {lost[0].device}) that are not the model's: on XLA they would train nothing, silently. "
                            "Let `splitter` take its parameters from the model it is given, and create the optimizer with `learn.create_opt()`.")
 
-# %% ../nbs/api/07_learner.ipynb #1a0d3f71
+# %% ../nbs/api/07_learner.ipynb #5b0c7300
 class XLAOptCallback(Callback):
     "The optimizer's state before the first step, one sync at the end of each batch, and the books for `xla_report`"
     order,remove_on_fetch = 1000,False
@@ -101,9 +101,9 @@ class XLAOptCallback(Callback):
         "Compute what is written down. A step that was replayed has been computed and has moved the random state on; is there more?"
         if not self.ran: sync()
         elif written:
-            before = xla_counts().executions
+            before = n_executions()
             settle_tensors()
-            if self.replay: self.replay.prepared += xla_counts().executions-before
+            if self.replay: self.replay.prepared += n_executions()-before
         self.ran = False
         if self.replay: self.replay.advance()
 

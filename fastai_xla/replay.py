@@ -7,7 +7,7 @@ Docs: https://fastai-xla.github.io/fastai_xla/api/replay.html.md"""
 # %% auto #0
 __all__ = ['in_step', 'Watch', 'Replay']
 
-# %% ../nbs/api/06b_replay.ipynb #a2bfc8ba
+# %% ../nbs/api/06b_replay.ipynb #04217c4d
 import warnings
 from collections import Counter
 from operator import attrgetter, is_, itemgetter
@@ -20,8 +20,9 @@ from torch.utils import _pytree as pytree
 from fastcore.all import *
 from fastai.callback.core import *
 from fastai.callback.fp16 import MixedPrecision
+from fastai.callback.progress import ProgressCallback
 from fastai.callback.schedule import ParamScheduler
-from fastai.learner import Learner, AvgMetric, AvgLoss, AvgSmoothLoss, CastToTensor
+from fastai.learner import Learner, AvgMetric, AvgLoss, AvgSmoothLoss, CastToTensor, Recorder
 from fastai.optimizer import Lookahead, OptimWrapper
 from fastai.vision.augment import AffineCoordTfm
 
@@ -130,7 +131,7 @@ class Replay:
         sums = [m for m in mets if any(type(m).accumulate is c.accumulate for c in _sums)]
         return sums,[m for m in mets if m not in sums]
 
-# %% ../nbs/api/06b_replay.ipynb #cc77f715
+# %% ../nbs/api/06b_replay.ipynb #ce3f78d0
 def _hypers(opts): return [h for o in opts[-1:] for h in (o.hypers if hasattr(o, 'hypers') else o.param_groups)]
 
 def _numbers_of(opts, objects, later):
@@ -162,6 +163,9 @@ def _look(self:Replay, again=False):
     self.mets,self.others = self._metrics()
     self.settings = _Settings(learn, [(learn.loss_func, True), *((f, True) for f in self._tfms()), *((o, False) for o in (*self.actors, *self.mets))])
 
+_known = (TrainEvalCallback, Recorder, ProgressCallback, ParamScheduler, CastToTensor, MixedPrecision)   # they change nothing around the step on which it depends
+def _may_change(cb): return _acts(cb, ('before_batch', 'after_batch')) and type(cb) not in _known and cb is not cb.learn.xla_opt
+
 _of_batch = frozenset('xb yb pred loss loss_grad smooth_loss replayed training learn'.split())
 def _flags(d): return tuple((k, v) for k,v in d.items() if v is None or type(v) in (bool, str))
 
@@ -190,6 +194,12 @@ def _tfms(self:Replay):
     return getattr(pipe, 'fs', [pipe])
 
 def _ident(o): return (id(o.__self__), id(o.__func__)) if isinstance(o, MethodType) else id(o)   # a bound method is another object each time
+
+@patch
+def _batch_key(self:Replay, inputs, spec):
+    "The part of the key that may be another for the next batch, even where nobody's code has run in between"
+    counters = [m.step_key(*self.sizes.get(m, ())) for m in self.watch.keyed if m.training] if self.watch else []
+    return self.learn.training,self.feds and len(self.feds),spec,counters,[(t.shape, t.dtype, type(t)) if isinstance(t, torch.Tensor) else t for t in inputs]
 
 @patch
 def _key(self:Replay, inputs, spec):
@@ -297,7 +307,7 @@ def _check_learner(self:Replay, held):
     d.update(held)
     if other: raise Refused(f"a callback sets learn.{other[0]} within the step")
 
-# %% ../nbs/api/06b_replay.ipynb #7f3f6d8a
+# %% ../nbs/api/06b_replay.ipynb #9af71449
 def _zeros(met, device):
     "A metric whose sum has not begun starts from zeros on the device"
     if isinstance(met, AvgSmoothLoss): met.val = met.val if is_xla(met.val) else send_batch([met.val], device)[0]
@@ -306,6 +316,8 @@ def _zeros(met, device):
 @patch
 def _find(self:Replay, inputs, spec):
     "The recordings of this kind of batch, or why there are none"
+    batch_key = self._batch_key(inputs, spec)
+    if self.learn.iter and self.key is not None and batch_key == self.batch_key and not self.others and not self._acting('may change anything', _may_change): return self.kind
     try: key = self._key(inputs, spec)
     except KeyError: key = None   # an attribute is gone
     if key != self.key:
@@ -315,6 +327,7 @@ def _find(self:Replay, inputs, spec):
         self.key,self.kind = key,self.recs.setdefault(key, [])
         self.held[key] = self._alive()
         self.used.add(key)
+    self.batch_key = self._batch_key(inputs, spec)
     return self.kind
 
 @patch
