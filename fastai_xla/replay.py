@@ -131,7 +131,7 @@ class Replay:
         sums = [m for m in mets if any(type(m).accumulate is c.accumulate for c in _sums)]
         return sums,[m for m in mets if m not in sums]
 
-# %% ../nbs/api/06b_replay.ipynb #ce3f78d0
+# %% ../nbs/api/06b_replay.ipynb #64a00c5e
 def _hypers(opts): return [h for o in opts[-1:] for h in (o.hypers if hasattr(o, 'hypers') else o.param_groups)]
 
 def _numbers_of(opts, objects, later):
@@ -208,7 +208,7 @@ def _key(self:Replay, inputs, spec):
     batch = tuple((t.shape, t.dtype, type(t)) if isinstance(t, torch.Tensor) else t for t in inputs)
     states = tuple((id(st), len(st), *(v for v in st.values() if v is True or v is False)) for o in opts[-1:] for st in o.state.values())
     return (learn.training, self.feds and len(self.feds), self._watched(), batch, spec, _ident(learn.loss_func), *map(id, (*self._tfms(), *self.mets, *hypers)), *((id(o.state), *map(id, getattr(o, 'cbs', ()))) for o in opts),
-            *((id(cb), cb.run, cb.run_train, cb.run_valid) for cb in self._acting('all', lambda cb: True)), self.settings.now(), *(_flags(o) for o in hypers), states,
+            *((id(cb), cb.run, cb.run_train, cb.run_valid) for cb in self.actors), self.settings.now(), *(_flags(o) for o in hypers), states,
             *(m.step_key(*self.sizes.get(m, ())) for m in self.watch.keyed if m.training), torch.is_autocast_enabled('xla'), torch.get_autocast_dtype('xla'), torch.is_grad_enabled())
 
 @patch
@@ -432,7 +432,7 @@ def take(self:Replay,
     learn.xb,learn.yb,learn.pred,learn.loss = (done[k] for k in ('xb', 'yb', 'pred', 'loss'))
     learn.loss_grad,learn.replayed = learn.loss,SimpleNamespace(others=self.others, smooth_loss=done.get('smooth_loss'))
 
-# %% ../nbs/api/06b_replay.ipynb #995badbf
+# %% ../nbs/api/06b_replay.ipynb #28775135
 def _replay(learn):
     "The learner's `Replay`, where it is on"
     cb = learn.__dict__.get('xla_opt')
@@ -474,7 +474,8 @@ def _do_one_batch(self:Learner):
 @patch
 def folds(self:Replay) -> bool:
     "May the batch transforms be part of the step?"
-    return not self._acting('looks at the batch', lambda cb: _acts(cb, ('before_batch',)) and not isinstance(cb, _folds) and cb is not self.learn.xla_opt)
+    def looks(cb): return _acts(cb, ('before_batch',)) and not isinstance(cb, _folds) and cb is not self.learn.xla_opt and not (isinstance(cb, GatherPredsCallback) and not cb.with_input)
+    return not self._acting('looks at the batch', looks)
 
 @patch
 def _call_one(self:Learner, event_name):

@@ -4,15 +4,17 @@ from fastai_xla.runtime import xla_counts
 
 class Probe(Callback):
     "After everything else, note what has come up since the end of the batch before"
-    order = 2000
+    order,prepared = 2000,0
     def before_fit(self):
         if not hasattr(self, 'gather_preds'): self.rows,self.traced = [],[]
     def before_train(self): self.last = xla_counts()
     def before_validate(self): self.last = xla_counts()
     def after_batch(self):
-        now = xla_counts()
+        now,at = xla_counts(),self.last
         replay = getattr(getattr(self.learn, 'xla_opt', None), 'replay', None)
-        self.rows.append((self.training, self.iter, now-self.last))
+        cost = now-at
+        if replay: cost.executions,self.prepared = cost.executions-(replay.prepared-self.prepared),replay.prepared   # programs of callbacks around the step
+        self.rows.append((self.training, self.iter, cost))
         self.traced.append(bool(replay and replay.tracing))
         self.last = now
     def steady(self, training):

@@ -1,7 +1,7 @@
 "Batches on their way to the device: the same as fastai's, one transfer each, read ahead where that changes no number, and nothing left behind"
 import os
 os.environ['XLA_FLAGS'] = '--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true'   # short compiles; nothing here is timed
-import _thread, gc, random, subprocess, sys, threading, traceback
+import _thread, gc, random, subprocess, sys, threading, time, traceback
 from contextlib import contextmanager
 from pydoc_data.topics import topics
 import pytest, torch_xla, torch_xla.debug.metrics as met
@@ -294,13 +294,19 @@ def test_interrupt():
     "Ctrl-C while the training thread waits for a batch"
     go = threading.Event()
     dl = loader(lambda i: go.wait(60) if i == 8 else i)
-    timers = [threading.Timer(.3, _thread.interrupt_main), threading.Timer(.6, go.set)]
+    def press():
+        _thread.interrupt_main()
+        time.sleep(1.)
+        go.set()
+    timer = threading.Timer(.3, press)
     with pytest.raises(KeyboardInterrupt):
         it = iter(dl)
         next(it),next(it)
-        for t in timers: t.start()
+        timer.start()
         next(it)
-    for t in timers: t.join()
+    timer.join()
+    for _ in range(100):
+        if feeders(): time.sleep(.1)   # at the batch that it was at
     assert not feeders() and len(list(loader())) == 6
 
 def test_exit():

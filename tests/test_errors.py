@@ -139,3 +139,22 @@ def test_third_shape():
         with three.no_logging(): three.fit(2)
     told = [str(w.message) for w in told if 'three shapes' in str(w.message)]
     assert len(told) == 2 and 'Resize(size)' in told[0]    # training and validation
+
+def test_to_xla_arguments(tmp_path):
+    "A cache that this device's compiler cannot read back is told; steps are run together only where they are replayed"
+    with pytest.warns(UserWarning, match='cannot read them back'): learn = image_learner().to_xla(cache=tmp_path)
+    with learn.no_logging(): learn.fit(1)
+    for kw in (dict(steps_per_execution=0), dict(steps_per_execution=8, replay=False)):
+        with pytest.raises(ValueError, match='steps_per_execution'): image_learner().to_xla(**kw)
+
+def test_replay_warns():
+    "`replay=True` warns of what it cannot record, 'auto' leaves it to the report"
+    class Reads(Callback):
+        def after_loss(self): self.seen = self.loss.item()
+    learn = image_learner(cbs=Reads()).to_xla(replay=True)
+    with learn.no_logging(), pytest.warns(UserWarning, match='value of a tensor is read'): learn.fit(1)
+    assert 'traced anew' in repr(learn.xla_report()) and 'value of a tensor is read' in repr(learn.xla_report())
+    learn = image_learner(cbs=Reads()).to_xla()
+    with learn.no_logging(), warnings.catch_warnings():
+        warnings.filterwarnings('error', message='Steps cannot be replayed')
+        learn.fit(1)

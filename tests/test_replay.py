@@ -141,3 +141,34 @@ def test_other_torch_xla(monkeypatch):
     with pytest.warns(UserWarning, match='_no_such_name'): learn = image_learner().to_xla(replay=True)
     with learn.no_logging(): learn.fit(1, 1e-2)
     assert learn.xla_opt.replay is None
+
+@pytest.mark.parametrize('name', ['momentum', 'adam', 'clip', 'bf16', 'normalise'])
+def test_steps_per_execution(name):
+    "Four steps as one program: the numbers of one by one, a quarter of the executions, and what is left over goes one by one"
+    make,fit = stories[name]
+    def four():
+        learn = make()
+        learn.dls.loaders[0] = learn.dls.train.new(shuffle=False)
+        return learn
+    _,_,one = run(four, fit, True)
+    set_seed(0)
+    manual_seed(3)
+    learn,probe = four().to_xla(replay=True, steps_per_execution=4),Probe()
+    learn.add_cb(probe)
+    with learn.no_logging(): fit(learn)
+    for a,b in zip(one, left_behind(learn), strict=True): torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
+    assert [c.executions for c in probe.steady(True)][-8:] == [1, 0, 0, 0]*2
+
+def test_counts_at_every_batch_of_several():
+    "Callbacks around the step run at each batch, with its own loss and learning rate"
+    class Notes(Callback):
+        def before_fit(self): self.seen = []
+        def after_batch(self): self.seen.append((self.iter, self.training, self.loss, self.opt.hypers[-1]['lr']))
+    seen = []
+    for k in (1, 4):
+        set_seed(0)
+        learn = image_learner(image_dls(n=16*10, shuffle=False), cbs=Notes()).to_xla(steps_per_execution=k)
+        with learn.no_logging(): learn.fit_one_cycle(2, 1e-2)
+        seen.append([(i, t, l.item(), lr) for i,t,l,lr in fetch(learn.notes.seen)])
+    assert [o[:2]+o[3:] for o in seen[0]] == [o[:2]+o[3:] for o in seen[1]]
+    for a,b in zip(*seen): assert abs(a[2]-b[2]) < 1e-6
