@@ -75,7 +75,7 @@ class Watch:
 
 def _same(a, b): return len(a[0]) == len(b[0]) and all(map(is_, a[0], b[0])) and a[1] == b[1]
 
-# %% ../nbs/api/06b_replay.ipynb #37e7ac3a
+# %% ../nbs/api/06b_replay.ipynb #44bdb311
 class Replay:
     "Records the batches of a learner and runs them again"
     def __init__(self,
@@ -90,6 +90,7 @@ class Replay:
         self.used = set()   # kinds of batches in this fit
         self.cbs,self.acts = None,{}   # callbacks as they were, and who of them acts on what
         self.reason,self.plain = '',Counter()   # why the last batch was stepped plainly; reason -> batches of this fit
+        self.looping = False   # in fastai's loop, where nobody's code runs between two batches but callbacks'
         self.moved,self.tracing,self.prepared = False,False,0   # was this batch traced? programs beside the step's: what a batch needs first
 
     def start(self):
@@ -307,7 +308,7 @@ def _check_learner(self:Replay, held):
     d.update(held)
     if other: raise Refused(f"a callback sets learn.{other[0]} within the step")
 
-# %% ../nbs/api/06b_replay.ipynb #9af71449
+# %% ../nbs/api/06b_replay.ipynb #c81aecf8
 def _zeros(met, device):
     "A metric whose sum has not begun starts from zeros on the device"
     if isinstance(met, AvgSmoothLoss): met.val = met.val if is_xla(met.val) else send_batch([met.val], device)[0]
@@ -317,7 +318,7 @@ def _zeros(met, device):
 def _find(self:Replay, inputs, spec):
     "The recordings of this kind of batch, or why there are none"
     batch_key = self._batch_key(inputs, spec)
-    if self.learn.iter and self.key is not None and batch_key == self.batch_key and not self.others and not self._acting('may change anything', _may_change): return self.kind
+    if self.looping and self.learn.iter and self.key is not None and batch_key == self.batch_key and not self.others and not self._acting('may change anything', _may_change): return self.kind
     try: key = self._key(inputs, spec)
     except KeyError: key = None   # an attribute is gone
     if key != self.key:
@@ -432,7 +433,7 @@ def take(self:Replay,
     learn.xb,learn.yb,learn.pred,learn.loss = (done[k] for k in ('xb', 'yb', 'pred', 'loss'))
     learn.loss_grad,learn.replayed = learn.loss,SimpleNamespace(others=self.others, smooth_loss=done.get('smooth_loss'))
 
-# %% ../nbs/api/06b_replay.ipynb #28775135
+# %% ../nbs/api/06b_replay.ipynb #8c08f39e
 def _replay(learn):
     "The learner's `Replay`, where it is on"
     cb = learn.__dict__.get('xla_opt')
@@ -442,10 +443,13 @@ def _replay(learn):
 def all_batches(self:Learner):
     if _replay(self) is None or not feedable(self.dl): return self._orig_all_batches()
     r,self.n_iter,i = _replay(self),len(self.dl),0
-    for feds in chunked(feed(self.dl, r.n_steps), r.n_steps):
-        if len(feds) == 1 or len(feds) < r.n_steps or not r.several(i, feds):
-            for j,fed in enumerate(feds): self.one_batch(i+j, fed)
-        i += len(feds)
+    r.looping = True
+    try:
+        for feds in chunked(feed(self.dl, r.n_steps), r.n_steps):
+            if len(feds) == 1 or len(feds) < r.n_steps or not r.several(i, feds):
+                for j,fed in enumerate(feds): self.one_batch(i+j, fed)
+            i += len(feds)
+    finally: r.looping = False
 
 @patch
 def one_batch(self:Learner, i, b):

@@ -172,3 +172,22 @@ def test_counts_at_every_batch_of_several():
         seen.append([(i, t, l.item(), lr) for i,t,l,lr in fetch(learn.notes.seen)])
     assert [o[:2]+o[3:] for o in seen[0]] == [o[:2]+o[3:] for o in seen[1]]
     for a,b in zip(*seen): assert abs(a[2]-b[2]) < 1e-6
+
+def test_batches_by_hand():
+    "Where batches are done by hand, anything may have changed between them"
+    outs = []
+    for replay in (False, True):
+        set_seed(0)
+        manual_seed(3)
+        learn = image_learner().to_xla(replay=replay)
+        with learn.no_logging(): learn.fit(2, 1e-2)
+        batches = list(learn.dls.valid)
+        learn.dl = learn.dls.valid
+        learn.remove_cb(ProgressCallback)('before_validate')
+        preds = []
+        for i,b in enumerate(batches):
+            learn.model[1][0][1].train(i >= 2)   # its batch norm, when the step is recorded and proved
+            learn.one_batch(i, b)
+            preds.append(learn.pred)
+        outs.append(fetch(preds))
+    for a,b in zip(*outs): assert torch.equal(a, b)
