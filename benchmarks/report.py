@@ -12,7 +12,7 @@ from fastai_xla.report import CostLog
 class NoLog(CostLog):
     "Books that nobody keeps"
     def between(self, where): pass
-    def batch(self, phase, where): pass
+    def batch(self, phase, where, recorded=False): pass
 
 class Clock(Callback):
     "Seconds of the training batches of a fit"
