@@ -7,7 +7,7 @@ Docs: https://fastai-xla.github.io/fastai_xla/api/learner.html.md"""
 # %% auto #0
 __all__ = ['settle', 'XLAOptCallback']
 
-# %% ../nbs/api/07_learner.ipynb #4a04f433
+# %% ../nbs/api/07_learner.ipynb #55f69ba0
 import warnings
 
 import numpy as np
@@ -28,6 +28,7 @@ from .compat.core import *
 from .compat.learner import *
 from .compat.optimizer import *
 from .replay import *
+import fastai_xla.loop
 import fastai_xla.compat.progress, fastai_xla.compat.tracker, fastai_xla.compat.schedule, fastai_xla.compat.transform
 import fastai_xla.compat.augment, fastai_xla.compat.mixup, fastai_xla.compat.metrics, fastai_xla.compat.fp16, fastai_xla.compat.text, fastai_xla.compat.gan, fastai_xla.compat.hook
 from .lowerings.all import register_lowerings
@@ -73,7 +74,7 @@ def settle(
         raise RuntimeError(f"The optimizer holds {len(lost)} parameters (the first of shape {tuple(lost[0].shape)}, on {lost[0].device}) that are not the model's: on XLA they would train nothing, silently. "
                            "Let `splitter` take its parameters from the model it is given, and create the optimizer with `learn.create_opt()`.")
 
-# %% ../nbs/api/07_learner.ipynb #5b0c7300
+# %% ../nbs/api/07_learner.ipynb #ca84a7f7
 class XLAOptCallback(Callback):
     "The optimizer's state before the first step, one sync at the end of each batch, and the books for `xla_report`"
     order,remove_on_fetch = 1000,False
@@ -90,12 +91,14 @@ class XLAOptCallback(Callback):
         if self.fitting: self.log.between('before the fit')
 
     def before_batch(self):
-        if self.iter == 0: _check_batch(self.learn)
-        _check_shapes(self.learn, self.shapes.setdefault(self.training, {}))
+        learn = self.learn   # whose attributes are slow to find through the callback
+        if learn.iter == 0: _check_batch(learn)
+        _check_shapes(learn, self.shapes.setdefault(learn.training, {}))
 
     def after_batch(self):
-        self.settle(self.replay is None or self.replay.strangers())
-        if self.fitting: self.log.batch('training' if self.training else 'validation', f'epoch {self.epoch}, batch {self.iter}', bool(self.replay and self.replay.tracing))
+        learn,replay = self.learn,self.replay
+        self.settle(replay is None or replay.strangers())
+        if self.fitting: self.log.batch('training' if learn.training else 'validation', f'epoch {learn.epoch}, batch {learn.iter}', bool(replay and replay.tracing))
 
     def settle(self, written=True):
         "Compute what is written down. A step that was replayed has been computed and has moved the random state on; is there more?"
@@ -130,10 +133,10 @@ def _check_batch(learn):
         raise TypeError(f"A batch of this learner holds a {kind.__module__}.{kind.__name__} where a tensor is expected. XLA moves tensors to the device and nothing else. Return tensors from the dataset "
                         "(`torch.as_tensor`), or add a transform that makes them, such as `ToTensor()`.")
 
-# %% ../nbs/api/07_learner.ipynb #a4f8e2e8
+# %% ../nbs/api/07_learner.ipynb #8ee88b0d
 def _check_shapes(learn, seen):
     "Warn at the third shape of a batch in a fit's training or validation"
-    shapes = tuple(tuple(o.shape) for o in _leaves(tuple(learn.xb)) if isinstance(o, torch.Tensor))
+    with torch._C.DisableTorchFunctionSubclass(): shapes = tuple(tuple(o.shape) for o in _leaves(tuple(learn.xb)) if isinstance(o, torch.Tensor))
     if shapes in seen or isinstance(learn.dl, SortedDL): return   # `compat.text` pads these to a few lengths, chosen once
     seen[shapes] = learn.iter
     if len(seen) == 3:

@@ -174,12 +174,12 @@ def _count(self:Trace, d, k, name):
     elif isinstance(new, (int, float)): self.counts.append((d, k, new))
     else: raise Refused(f"the number {k} becomes a {type(new).__name__} within the step")
 
-# %% ../../nbs/api/05c_capture.step.ipynb #f3f16e5a
+# %% ../../nbs/api/05c_capture.step.ipynb #070f1bd5
 def _kind(t): return (type(t), dict(t.__dict__)) if type(t) not in (torch.Tensor, nn.Parameter) else None
 
 def _typed(t, kind):
-    if kind is None: return t
-    t = t.as_subclass(kind[0])
+    if kind is None or type(t) is kind[0]: return t
+    t = torch.Tensor._make_subclass(kind[0], t)
     t.__dict__.update(kind[1])
     return t
 
@@ -220,7 +220,7 @@ def _sort_inputs(self:Trace):
 
 def _is(v, c): return (isinstance(v, int) or isinstance(v, float) and c.is_floating_point()) and torch.tensor(v, dtype=c.dtype).item() == c.item()
 
-# %% ../../nbs/api/05c_capture.step.ipynb #37957cfb
+# %% ../../nbs/api/05c_capture.step.ipynb #27db6958
 class Recording:
     "A step as one compiled graph, with the books that its Python would have kept"
     def __init__(self,
@@ -229,7 +229,8 @@ class Recording:
         inputs:list, # As for `Trace`
         numbers, # Function that gives the `Numbers` of the step
     ):
-        self.fn,self.places,self.get_numbers,self.runs,self.proved,self.doubts = fn,places,numbers,0,False,{}
+        self.fn,self.places,self.get_numbers,self.device = fn,places,numbers,device()
+        self.runs,self.proved,self.doubts = 0,False,{}
         first = Trace(fn, places, inputs, numbers(), seed=1)
         self.numbers = numbers()
         Trace(fn, places, inputs, self.numbers, seed=2, then=lambda t: self._compile(first, t))
@@ -271,8 +272,13 @@ class Recording:
         scalars = {(min(m), self.consts[k].dtype) for k,m in known.items()}
         self.scalars,self.sent = list(scalars),[None]*len(scalars)
         fixed = [k for k in self.consts if k not in known]
-        states = [k for k,(kind,_) in enumerate(self.sources) if kind == 'state']
-        self.readers,self.fixed = [next(iter(self.names[k].values())) for k in states],[self.kept[k] for k in fixed]
+        states = [(k, next(iter(self.names[k].values()))) for k,(kind,_) in enumerate(self.sources) if kind == 'state']
+        states.sort(key=lambda o: o[1][0] is not item)   # most are found without a call
+        self.items,self.readers = [r[1:] for _,r in states if r[0] is item],[r for _,r in states if r[0] is not item]
+        at = {(f, *map(id, a)): i for i,(_,(f,*a)) in enumerate(states)}
+        self.in_place = [(at[key], r) for (f,*a),r in self.updated if (key := (f, *map(id, a))) in at]
+        self.elsewhere = [((f, *a), r) for (f,*a),r in self.updated if (f, *map(id, a)) not in at]
+        states,self.fixed = [k for k,_ in states],[self.kept[k] for k in fixed]
         self.draws = sorted({i for kind,i in self.sources if kind == 'seed'})   # which of the steps use random numbers
         n = len(states) + len(self.draws)
         place = {k: j for j,k in enumerate(states)} | {k: n+j for j,k in enumerate(fixed)}
@@ -281,7 +287,7 @@ class Recording:
         n += len(scalars)
         self.order = [place[k] if k in place else len(states) + self.draws.index(i) if kind == 'seed' else n+i for k,(kind,i) in enumerate(self.sources)]
 
-# %% ../../nbs/api/05c_capture.step.ipynb #ce555da5
+# %% ../../nbs/api/05c_capture.step.ipynb #d65015c7
 @patch
 def verify(self:Recording,
     inputs:list, # XLA tensors of another batch
@@ -326,16 +332,20 @@ def _seeds(self:Recording):
 @patch
 def _send_numbers(self:Recording):
     new = [(j, i, dtype) for j,(i,dtype) in enumerate(self.scalars) if self.sent[j] is None or self.sent[j][0] != self.values[i]]
-    for (j,i,_),t in zip(new, send_batch([torch.tensor(self.values[i], dtype=dtype) for _,i,dtype in new], device())): self.sent[j] = self.values[i],t
+    for (j,i,_),t in zip(new, send_batch([torch.tensor(self.values[i], dtype=dtype) for _,i,dtype in new], self.device)): self.sent[j] = self.values[i],t
     return [t for _,t in self.sent]
+
+@patch
+def _read(self:Recording): return [d[k] for d,k in self.items] + [f(*a) for f,*a in self.readers]
 
 @patch
 def run(self:Recording,
     inputs:list, # XLA tensors that are computed, in the place of those that were traced
+    untouched:bool=False, # Is it known that nobody has done anything to the state since the last step?
 ): # A list of what each step returns
     "Run the step with the numbers of `ready`, and leave behind what its Python would have left"
-    state = [f(*a) for f,*a in self.readers]
-    self.settled = any(pending(state))
+    state = self._read()
+    self.settled = not untouched and any(pending(state))
     if self.settled: settle_tensors()   # somebody has changed it between the steps
     rng = rng_state()
     pool = state + self._seeds() + self.fixed + self._send_numbers() + list(inputs)
@@ -343,7 +353,8 @@ def run(self:Recording,
     except RuntimeError:
         manual_seed(rng)
         raise
-    for (f,*a),r in self.updated: f(*a).data = res[r]
+    for i,r in self.in_place: state[i].data = res[r]
+    for (f,*a),r in self.elsewhere: f(*a).data = res[r]
     for d,k,leaves,spec in self.replaced: d[k] = self._build(leaves, spec, res, inputs)
     for p,r in self.grads: p.grad = None if r is None else res[r]
     for d,k,v in self.counts: d[k] = self.values[v[0]] if type(v) is tuple else v

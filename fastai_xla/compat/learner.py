@@ -19,7 +19,7 @@ from fastai.learner import AvgSmoothLoss, Recorder
 from ..runtime import *
 from .core import kept_on_device
 
-# %% ../../nbs/api/04b_compat.learner.ipynb #4befa1a6
+# %% ../../nbs/api/04b_compat.learner.ipynb #7676b72e
 class _Zero:
     "A sum that has not begun: turns into zeros of the shape and on the device of what is added first"
     def __iadd__(self, o):
@@ -48,14 +48,15 @@ def accumulate(self:AvgSmoothLoss, learn):
 
 def _note(rec, replayed):
     "What `Recorder.after_batch` does, where all metrics but `replayed.others` have been accumulated and the smoothed loss is known"
-    if len(rec.yb) == 0: return
+    learn = rec.learn
+    if len(learn.yb) == 0: return
     for met in replayed.others:
         _begin(met)
-        with kept_on_device(rec.learn): met.accumulate(rec.learn)
-    if not rec.training: return
-    rec.lrs.append(rec.opt.hypers[-1]['lr'])
-    rec.learn.smooth_loss = replayed.smooth_loss
-    rec.losses.append(rec.learn.smooth_loss)
+        with kept_on_device(learn): met.accumulate(learn)
+    if not learn.training: return
+    rec.lrs.append(learn.opt.hypers[-1]['lr'])
+    learn.smooth_loss = replayed.smooth_loss
+    rec.losses.append(learn.smooth_loss)
 
 @patch
 def after_batch(self:Recorder):

@@ -13,7 +13,7 @@ from fastai.callback.progress import ProgressCallback
 
 from ..runtime import *
 
-# %% ../../nbs/api/04d_compat.progress.ipynb #16fe1975
+# %% ../../nbs/api/04d_compat.progress.ipynb #278faf75
 @patch
 def before_fit(self:ProgressCallback):
     self._look = Look()
@@ -22,7 +22,8 @@ def before_fit(self:ProgressCallback):
 @patch
 def after_batch(self:ProgressCallback):
     "Update the current progress bar"
-    loss = getattr(self, 'smooth_loss', None)
+    learn = self.learn
+    loss = getattr(learn, 'smooth_loss', None)
     if not is_xla(loss): return self._orig_after_batch()
-    self.pbar.update(self.iter+1)
+    self.pbar.update(learn.iter+1)
     if (seen := self._look(loss)) is not None: self.pbar.comment = f'{seen.item():.4f}'
