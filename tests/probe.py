@@ -1,27 +1,31 @@
-"A probe of what each batch costs, independent of the learner's own books"
+"""A probe of what each batch costs
+
+The costs are the device's own counters, and nothing is taken off them. One thing the probe asks the learner's replay: was this batch traced in order to be recorded?
+That decides nothing but whether a batch may be left out, of which there is a fixed number: whoever records more often has broken the contract."""
 from fastai.callback.core import Callback
 from fastai_xla.runtime import xla_counts
 
 class Probe(Callback):
     "After everything else, note what has come up since the end of the batch before"
-    order,prepared = 2000,0
+    order = 2000
     def before_fit(self):
-        if not hasattr(self, 'gather_preds'): self.rows,self.traced = [],[]
+        if not hasattr(self, 'gather_preds'): self.rows = []
     def before_train(self): self.last = xla_counts()
     def before_validate(self): self.last = xla_counts()
     def after_batch(self):
-        now,at = xla_counts(),self.last
-        replay = getattr(getattr(self.learn, 'xla_opt', None), 'replay', None)
-        cost = now-at
-        if replay: cost.executions,self.prepared = cost.executions-(replay.prepared-self.prepared),replay.prepared   # programs of callbacks around the step
+        now,replay = xla_counts(),getattr(getattr(self.learn, 'xla_opt', None), 'replay', None)
+        cost,self.last = now-self.last,now
+        cost.traced = bool(replay and replay.tracing)
         self.rows.append((self.training, self.iter, cost))
-        self.traced.append(bool(replay and replay.tracing))
-        self.last = now
-    def steady(self, training):
-        "Costs of the batches of the last fit that the contract is about: from the third in training and in validation, without the first of each validation and those that are traced to be recorded"
-        rows = [(c, r) for (t,i,c),r in zip(self.rows, self.traced) if t == training and (t or i > 0)]
-        return [c for c,r in rows[2 if training else 1:] if not r]
+    def steady(self, training, late=0):
+        """Costs of the batches of the last fit that the contract is about: from the third in training and in validation, without the first of each validation.
+        The first two are recorded and looked at once more; so may be two batches of each of `late` kinds of step that come later"""
+        res,left = [],2*late
+        for c in [c for t,i,c in self.rows if t == training and (t or i > 0)][2 if training else 1:]:
+            if c.traced and left: left -= 1
+            else: res.append(c)
+        return res
 
-def breaches(costs):
-    "What of `costs`, one `XLACounts` per batch, breaks the contract"
-    return [f'{i}: {c}' for i,c in enumerate(costs) if c.executions != 1 or c.compiles or c.to_host - c.looks or c.fallbacks]
+def breaches(costs, executions=1):
+    "What of `costs`, one of a `Probe` per batch, breaks the contract: `executions` is 1, or one more where a program of somebody else's runs beside the step"
+    return [f'{i}: {c}{", traced" if c.traced else ""}' for i,c in enumerate(costs) if c.executions != executions or c.compiles or c.to_host - c.looks or c.fallbacks or c.traced]

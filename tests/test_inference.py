@@ -104,7 +104,8 @@ kinds = dict(torch_dataloaders=lambda: Learner(torch_dls(), nn.Sequential(nn.Fla
 def test_contract_of_kinds(kind):
     learn = kinds[kind]().remove_cb(ProgressCallback).add_cb(Probe()).to_xla()
     with learn.no_logging(): learn.fit_one_cycle(2, 1e-3)
-    train,valid = learn.probe.steady(True),learn.probe.steady(False)
+    train,valid = learn.probe.steady(True, late=kind == 'collab_nn'),learn.probe.steady(False)   # there the second step is recorded anew
     last = learn.dls.valid_ds and len(learn.dls.valid_ds) % learn.dls.valid.bs if hasattr(learn.dls.valid, 'bs') else 0
     assert len(train) >= 10 and not breaches(train), breaches(train)
-    assert not breaches([c for c in valid if not (last and c.compiles == 1)]), breaches(valid)
+    beside = 2 if kind == 'collab' else 1   # its metric is no sum: what it gathers is computed beside the step as long as callbacks of the user's, as the probe, look on
+    assert not breaches([c for c in valid if not (last and c.compiles == 1)], beside), breaches(valid, beside)

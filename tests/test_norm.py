@@ -308,8 +308,7 @@ def test_learner_on_xla(tmp_path):
     with xla.added_cbs(Probe()), xla.no_bar():
         xla.fit(2)
         test_eq(breaches(xla.probe.steady(False)), [])
-        steady = xla.probe.steady(True)
-    assert sum(c.compiles for c in steady) <= 1 and all(c.executions == 1 and c.to_host == c.looks for c in steady)
+        test_eq(breaches(xla.probe.steady(True, late=1)), [])   # a step without statistics is the second kind
     with cpu.no_bar(): cpu.fit(2)
     for p,q in zip(cpu.model.state_dict().values(), fetch(list(xla.model.state_dict().values()))): close(q.float(), p.float(), 1e-3)
     xla.save('half')

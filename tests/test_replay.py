@@ -76,8 +76,29 @@ def test_same_as_plain(name):
 def test_one_execution():
     "Also with batch transforms, which are part of the step"
     _,probe = compare(normalised)
-    assert not breaches(probe.steady(True)) and not breaches(probe.steady(False)[1:])
+    assert not breaches(probe.steady(True)) and not breaches(probe.steady(False))
     assert max(c.to_device for c in probe.steady(True)) <= 5   # a batch, and what has changed of the hyper-parameters
+
+class Forgets(Callback):
+    "Throws the recordings away: each batch is recorded anew"
+    def after_batch(self):
+        r = self.learn.xla_opt.replay
+        r.recs.clear()
+        r.held.clear()
+        r.key = None
+class Beside(Callback):
+    "A program of its own at each batch"
+    def after_batch(self): self.seen = self.loss*2
+
+def test_probe_sees():
+    "Whoever records at each batch does not pass, whatever that costs the device, nor what else runs in a batch"
+    for opt in (SGD, Adam):
+        _,probe,_ = run(lambda: image_learner(cbs=Forgets(), opt_func=opt), one_cycle, True)
+        for training,n in ((True, 14), (False, 5)):
+            assert all(c.traced for t,_,c in probe.rows if t == training)
+            assert len(breaches(probe.steady(training))) == n and len(breaches(probe.steady(training, late=1))) == n-2
+    _,probe,_ = run(with_cbs(Beside), one_cycle, True)
+    assert len(breaches(probe.steady(True))) == 14 and not breaches(probe.steady(True), executions=2)
 
 log,scale = [],dict(of=1.)
 
@@ -102,6 +123,7 @@ def test_not_replayed(name, make, why):
     log.clear()
     learn,probe = compare(make)
     assert any(re.search(why, w) for w in learn.xla_opt.replay.why), learn.xla_opt.replay.why
+    assert sum(c.traced for t,_,c in probe.rows if t) <= 6 and sum(c.traced for t,_,c in probe.rows if not t) <= 4   # then it is given up
     if name == 'a log': assert len(log) == 2*len(probe.rows)
 
 def test_counts_at_every_batch():
@@ -158,6 +180,19 @@ def test_steps_per_execution(name):
     with learn.no_logging(): fit(learn)
     for a,b in zip(one, left_behind(learn), strict=True): torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
     assert [c.executions for c in probe.steady(True)][-8:] == [1, 0, 0, 0]*2
+
+def test_several_that_skip():
+    "Layers that skip most updates, by counters of their own: several steps as one program give the numbers of one by one"
+    left = []
+    for k in (1, 4):
+        set_seed(0)
+        manual_seed(3)
+        learn = running(3)
+        learn.dls.loaders[0] = learn.dls.train.new(shuffle=False)
+        learn.to_xla(steps_per_execution=k)
+        with learn.no_logging(), learn.no_bar(): one_cycle(learn)
+        left.append(left_behind(learn) + [m.step for m in learn.model.modules() if isinstance(m, RunningBatchNorm)])
+    for a,b in zip(*left, strict=True): torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
 
 def test_counts_at_every_batch_of_several():
     "Callbacks around the step run at each batch, with its own loss and learning rate"

@@ -14,6 +14,7 @@ from fastai.text.all import TextDataLoaders, BaseTokenizer, AWD_LSTM, awd_lstm_l
 from pydoc_data.topics import topics
 from common import *
 from fastai_xla.all import *
+from fastai_xla.coverage import TransformerBlock
 from fastai_xla.norm import RunningBatchNorm, convert_norm
 from fastai_xla.runtime import fetch, is_xla, manual_seed, rng_state
 
@@ -98,12 +99,6 @@ class Recurrent(nn.Module):
         self.emb,self.rnn,self.out = nn.Embedding(20, 8),nn.LSTM(8, 8, 2, batch_first=True, dropout=.2),nn.Linear(8, 2)
     def forward(self, x): return self.out(self.rnn(self.emb(x))[0][:,-1])
 
-class Attention(nn.Module):
-    def __init__(self, n=20, d=16):
-        super().__init__()
-        self.emb,self.block,self.out = nn.Embedding(n, d),nn.TransformerEncoderLayer(d, 2, 32, batch_first=True),nn.Linear(d, 2)
-    def forward(self, x): return self.out(self.block(self.emb(x)).mean(1))
-
 class Tied(nn.Module):
     "The embedding is the last layer, too"
     def __init__(self, n=20, d=8):
@@ -117,7 +112,7 @@ def _tokens(model, **kwargs):
     return _learner(_dls(x, (x.sum(1) > 57).long()), model, **kwargs)
 
 def lstm_learner(**kwargs): return _tokens(Recurrent(), **kwargs)
-def attention_learner(**kwargs): return _tokens(Attention(), **kwargs)
+def attention_learner(**kwargs): return _tokens(TransformerBlock(), **kwargs)
 def tied_learner(**kwargs):
     x = _randint(20, 6)
     return _learner(_dls(x, x.flip(1)), Tied(), **kwargs)
