@@ -206,13 +206,14 @@ def _first_of_each(causes):
         if cs[0].kind == 'operator' and len(cs) > 1: cs[0].what += f", and {len(cs)-1} more operators there have come or gone"
     return [cs[0] for cs in groups.values()]
 
-# %% ../nbs/api/02a_causes.ipynb #26f84238
+# %% ../nbs/api/02a_causes.ipynb #b574db04
 _cures = dict(shape="Give all batches one shape.", dtype="Give all batches one dtype.",
     constant="Make the number a tensor on the device, or let it take few values.",
     operator="Let every batch do the same: `torch.where` in place of `if`.",
     outputs="Release it (`del`, `.detach()`, an attribute set to None) in every batch or in none.",
     number="Make it a tensor on the device, made once and updated there.",
-    transfer="Keep it a tensor (`.detach()`) and read it at the end of an epoch.", fallback="Write it with operators that XLA has.", compile="")
+    transfer="Keep it a tensor (`.detach()`; to collect them, append in `after_batch`) and read it at the end of an epoch.",
+    fallback="Write it with operators that XLA has.", compile="")
 
 _reads = {'_local_scalar_dense': 'a number was read from the device: `.item()`, `float()`, `bool()` or an `if`',
     '_to_copy': 'a tensor was copied to the host: `.cpu()`, `.numpy()`, `.tolist()` or `print`'}
@@ -359,4 +360,4 @@ def _numbers(old, new):
     pairs = [(a, b) for a,b in pairs if a.ins == b.ins and a.outs == b.outs and a.args+a.kwargs != b.args+b.kwargs]
     vals = lambda a,b: ', '.join(f'{x!r} became {y!r}' for x,y in zip(_values((a.args, a.kwargs)), _values((b.args, b.kwargs))) if x != y)
     return [Cause('number', f'a Python number in {b.name}: {vals(a, b)}. It is sent to the device in each batch, and keeps the step from being '
-        'recorded', b) for a,b in pairs if not _depends(a, b)]
+        'recorded unless it is an attribute of a callback', b) for a,b in pairs if not _depends(a, b)]

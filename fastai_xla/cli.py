@@ -1,4 +1,4 @@
-"""The console scripts: `fastai_xla_demo` and `fastai_xla_doctor`
+"""Two of the console scripts, `fastai_xla_demo` and `fastai_xla_doctor` (`fastai_xla_coverage` is in `coverage`, `fastai_xla_parity` in `parity.backends`)
 
 Docs: https://fastai-xla.github.io/fastai_xla/api/cli.html.md"""
 

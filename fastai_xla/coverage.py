@@ -210,7 +210,7 @@ _cases('metric', *((_mname(m), partial(images, metrics=m)) for m in _class), *((
 _cases('inference', *((n, images, dict(run=f)) for n,f in dict(validate=lambda l: l.validate(), get_preds=lambda l: l.get_preds(), get_preds_all=lambda l: l.get_preds(with_input=True, with_loss=True, with_decoded=True), get_preds_train=lambda l: l.get_preds(ds_idx=0), test_dl=lambda l: l.get_preds(dl=l.dls.test_dl(list(range(32)))),
     mc_dropout=lambda l: l.get_preds(cbs=MCDropoutCallback()), tta=lambda l: l.tta(n=2), predict=lambda l: l.predict(3), interpretation=lambda l: Interpretation.from_learner(l), summary=lambda l: l.summary(), save_load=lambda l: (l.save('m'), l.load('m')), export=lambda l: l.export(l.path/'e.pkl')).items()))
 
-# %% ../nbs/api/14_coverage.ipynb #e1d08bca
+# %% ../nbs/api/14_coverage.ipynb #d89ae6a0
 class _Costs(Callback):
     "After everything else: what each batch has cost, and how long the last training epoch took"
     order,prepared = 2000,0
@@ -244,16 +244,16 @@ def _measure_call(case):
     with tempfile.TemporaryDirectory() as path, warnings.catch_warnings(), learn.no_logging():
         warnings.simplefilter('ignore')
         learn.path = Path(path)
-        case.run(learn)
+        for _ in range(2): case.run(learn)
         t = time.perf_counter()
         with count_xla() as c: case.run(learn)
     return dict(case=case.name, kept=not c.compiles and not c.fallbacks, executions=c.executions, compiles=c.compiles, to_host=c.to_host, fallbacks=', '.join(c.fallbacks), graphs=c.compiles, ms=(time.perf_counter()-t)*1e3, remark=case.remark)
 
 def measure(
-    case:Case,
+    case:Case, # What is measured
     cpu:bool=True, # Train on the CPU as well, to compare the time per step?
 ) -> dict: # A row of the table
-    "What a case costs per steady batch: from the third of training and of validation on, without the first of each validation"
+    "What a case costs per steady batch: from the third of training and of validation on, without the first of each validation and those that are traced to be recorded"
     if case.group == 'inference': return _measure_call(case)
     before = xla_counts()
     cb = _run(case, True)._costs

@@ -167,18 +167,18 @@ def show_lowering_ops(self:Learner,
     df = pd.DataFrame(table, columns='operator runs calls line'.split())
     return df.sort_values(['runs', 'calls'], ascending=[True, False]).set_index('operator')
 
-# %% ../nbs/api/08a_explain.ipynb #e91d03de
+# %% ../nbs/api/08a_explain.ipynb #7ee330ec
 class _Tracer(OpWatch):
     "Write down the operators of a step under their part and module, and keep its programs"
     def __init__(self):
         super().__init__()
         self.cuts,self.made = [],[]
     def call(self, func, args, kwargs, part, module):
-        if func._schema.name == 'aten::_local_scalar_dense' and is_pending(args[0]): self.cuts.append(hlo_text(args[:1]))
+        if func._schema.name == 'aten::_local_scalar_dense' and pending(args[:1])[0]: self.cuts.append(hlo_text(args[:1]))
         with graph_scope(f'{part or "after"}/{module}'): outs = func(*args, **kwargs)
         self.made += [TensorWeakRef(o) for o in L(outs) if isinstance(o, torch.Tensor) and is_xla(o)]
         return outs
-    def roots(self): return [t for r in self.made for t in [r()] if t is not None and is_pending(t)]
+    def roots(self): return [t for r in self.made for t in [r()] if t is not None and pending([t])[0]]
     def close(self, phase, where, cost):
         self.cuts,self.last_cuts,self.made = [],self.cuts,[]
         super().close(phase, where, cost)

@@ -33,15 +33,11 @@ import fastai_xla.compat.progress, fastai_xla.compat.tracker, fastai_xla.compat.
 import fastai_xla.compat.augment, fastai_xla.compat.mixup, fastai_xla.compat.metrics, fastai_xla.compat.fp16, fastai_xla.compat.text, fastai_xla.compat.gan, fastai_xla.compat.hook
 from .lowerings.all import register_lowerings
 
-# %% ../nbs/api/07_learner.ipynb #2ebad58c
-def _loss_module(learn):
-    f = learn.loss_func
-    return next((o for o in (f, getattr(f, 'func', None)) if isinstance(o, nn.Module)), None)
-
+# %% ../nbs/api/07_learner.ipynb #9c0526e3
 def _opt_params(opt): return [p for pg in opt.param_lists for p in pg]
 
 def _strangers(learn):
-    own = {id(p) for m in (learn.model, _loss_module(learn)) if m is not None for p in m.parameters()}
+    own = {id(p) for m in (learn.model, loss_module(learn)) if m is not None for p in m.parameters()}
     return [p for p in _opt_params(learn.opt) if id(p) not in own]
 
 def _renew_opt(learn):
@@ -62,7 +58,7 @@ def settle(
     learn:Learner, # Learner with an `XLAOptCallback`
 ):
     "Put the model on the learner's XLA device, and let its optimizer hold the model's parameters and no others"
-    device,loss = learn.xla_opt.device,_loss_module(learn)
+    device,loss = learn.xla_opt.device,loss_module(learn)
     if getattr(learn.dls, 'device', None) != device: _move_dls(learn.dls, device)
     new = move_module(learn.model, device) | (move_module(loss, device) if loss is not None else {})
     if new:
@@ -74,9 +70,9 @@ def settle(
         raise RuntimeError(f"The optimizer holds {len(lost)} parameters (the first of shape {tuple(lost[0].shape)}, on {lost[0].device}) that are not the model's: on XLA they would train nothing, silently. "
                            "Let `splitter` take its parameters from the model it is given, and create the optimizer with `learn.create_opt()`.")
 
-# %% ../nbs/api/07_learner.ipynb #ca84a7f7
+# %% ../nbs/api/07_learner.ipynb #7dfd670e
 class XLAOptCallback(Callback):
-    "The optimizer's state before the first step, one sync at the end of each batch, and the books for `xla_report`"
+    "The optimizer's state before the first step, a sync at the end of each batch that was not replayed, and the books for `xla_report`"
     order,remove_on_fetch = 1000,False
     def __init__(self,
         device:torch.device, # XLA device of the learner
@@ -100,7 +96,9 @@ class XLAOptCallback(Callback):
         self.settle(replay is None or replay.strangers())
         if self.fitting: self.log.batch('training' if learn.training else 'validation', f'epoch {learn.epoch}, batch {learn.iter}', bool(replay and replay.tracing))
 
-    def settle(self, written=True):
+    def settle(self,
+        written:bool=True, # After a replayed step: may something have been written down since?
+    ):
         "Compute what is written down. A step that was replayed has been computed and has moved the random state on; is there more?"
         if not self.ran: sync()
         elif written:
@@ -222,7 +220,7 @@ def _do_fit(self:Learner):
         _recover(self)
         raise
 
-# %% ../nbs/api/07_learner.ipynb #c3bb7a5f
+# %% ../nbs/api/07_learner.ipynb #b6d837fe
 def _host(o):
     if any(has_xla(v) for v in vars(o).values()): fetch_attrs(o)
 
@@ -233,7 +231,7 @@ def detach_xla(self:Learner) -> Learner: # The learner itself, on the CPU
     sync()
     cpu = torch.device('cpu')
     if self.opt is not None and not isinstance(self.opt, OptimWrapper): restore_cleared(_opt_params(self.opt))
-    loss = _loss_module(self)
+    loss = loss_module(self)
     new = move_module(self.model, cpu) | (move_module(loss, cpu) if loss is not None else {})
     for opt in {id(o): o for o in (self.opt, self.opt_func) if hasattr(o, 'param_lists')}.values(): swap_params(opt, new)
     _move_dls(self.dls, cpu)

@@ -6,11 +6,11 @@ Docs: https://fastai-xla.github.io/fastai_xla/api/runtime.html.md"""
 
 # %% auto #0
 __all__ = ['torch_xla', 'xm', 'met', 'look_every', 'device', 'is_xla', 'sync', 'XLACounts', 'n_executions', 'xla_counts',
-           'count_xla', 'has_xla', 'fetch', 'send', 'send_batch', 'Look', 'move_module', 'is_pending', 'graph_text',
+           'count_xla', 'has_xla', 'fetch', 'send', 'send_batch', 'Look', 'move_module', 'pending', 'graph_text',
            'hlo_text', 'graph_hash', 'graph_debug', 'graph_scope', 'use_cache', 'memory_info', 'manual_seed',
-           'rng_state', 'cannot_replay', 'pending', 'tensor_id', 'buffers', 'n_holders', 'graph_inputs',
-           'compile_graph', 'run_graph', 'seed_tensor', 'advance_rng', 'next_seed', 'n_syncs', 'settle_tensors',
-           'drop_pending', 'shared_scalars']
+           'rng_state', 'cannot_replay', 'tensor_id', 'buffers', 'n_holders', 'graph_inputs', 'compile_graph',
+           'run_graph', 'seed_tensor', 'advance_rng', 'next_seed', 'n_syncs', 'settle_tensors', 'drop_pending',
+           'shared_scalars']
 
 # %% ../nbs/api/00_runtime.ipynb #5dc77bba
 import operator, os, time, warnings
@@ -243,7 +243,7 @@ def send_batch(
         else: new = _XLAC._xla_tensors_from_aten(plain, [str(device)]*len(plain))
         return [_retyped(t, n) for t,n in zip(ts, new)]
 
-# %% ../nbs/api/00_runtime.ipynb #1fe0bb9f
+# %% ../nbs/api/00_runtime.ipynb #23d7cd49
 look_every = 1. # Seconds between two looks
 
 class Look:
@@ -253,7 +253,9 @@ class Look:
         if time.monotonic() - self.at < look_every: return False
         self.at = time.monotonic()
         return True
-    def fetch(self, o):
+    def fetch(self,
+        o, # As for `fetch`
+    ):
         "`fetch`, counted as a look"
         _looks[0] += 1
         return fetch(o)
@@ -286,16 +288,16 @@ def move_module(
         if m._parameters[n] is not p: res[p] = m._parameters[n]
     return res
 
-# %% ../nbs/api/00_runtime.ipynb #2f9c9d7e
+# %% ../nbs/api/00_runtime.ipynb #3db1a231
 def _core(name):
     if not hasattr(_XLAC, name): raise RuntimeError(f"torch_xla {_version('torch_xla')} has no {name}, through which graphs are read. fastai_xla is tested with torch_xla 2.9; training does not need it.")
     return getattr(_XLAC, name)
 
-def is_pending(
-    t:torch.Tensor, # XLA tensor
-) -> bool:
-    "Does `t` wait for the next sync to be computed?"
-    return bool(_core('_check_tensor_need_materialization')([t])[0])
+def pending(
+    ts:list, # XLA tensors
+) -> list: # A bool for each
+    "Which of `ts` are written down and not yet computed?"
+    return _core('_check_tensor_need_materialization')(ts)
 
 def graph_text(
     ts:list, # XLA tensors
@@ -311,7 +313,7 @@ def hlo_text(
 
 def graph_hash(
     ts:list, # XLA tensors
-) -> str: # Equal for graphs that share a program
+) -> bytes: # Equal for graphs that share a program
     "The name under which the program of `ts` is kept"
     return _core('_get_graph_hash')(list(ts))
 
@@ -360,7 +362,7 @@ def rng_state() -> int: # State to give to `manual_seed`
     "The random state of the XLA device"
     return _XLAC._xla_get_rng_seed(_here()) if torch_xla and not _broken else 0
 
-# %% ../nbs/api/00_runtime.ipynb #156c9f64
+# %% ../nbs/api/00_runtime.ipynb #84f139f9
 _graph_names = """_xla_get_tensor_id _get_tensors_handle _check_tensor_need_materialization _get_tensors_xla_device_data_node _get_seed_info_id _get_base_seed_as_tensor _get_graph_hash _xla_warm_up_cache _run_cached_graph
     _clear_pending_irs _set_buffer_donation _xla_set_rng_seed _xla_get_rng_seed _xla_sync_live_tensors _xla_tensors_from_aten _set_xla_enable_device_data_cache _set_xla_handle_special_scalars""".split()
 
@@ -371,12 +373,6 @@ def cannot_replay() -> str: # Why; empty where graphs can be run again
         try: from torch_xla.utils.buffer_donor_context import alias_with_buffer_donor_config
         except ImportError: missing = ['utils.buffer_donor_context']
     return f"torch_xla {_version('torch_xla')} has no {', '.join(missing)}; fastai_xla is tested with torch_xla 2.9" if missing else ''
-
-def pending(
-    ts:list, # XLA tensors
-) -> list: # A bool for each
-    "Which of `ts` are written down and not yet computed?"
-    return _XLAC._check_tensor_need_materialization(ts)
 
 def tensor_id(
     t, # XLA tensor
@@ -413,7 +409,7 @@ def compile_graph(
     for t in donated: _XLAC._set_buffer_donation(t, True)
     try:
         with alias_with_buffer_donor_config():
-            h = _XLAC._get_graph_hash(roots)
+            h = graph_hash(roots)
             _XLAC._xla_warm_up_cache(roots, [])
     finally:
         for t in donated: _XLAC._set_buffer_donation(t, False)

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 from fastcore.all import *
 
-# %% ../../nbs/api/05a_capture.numbers.ipynb #d5986cae
+# %% ../../nbs/api/05a_capture.numbers.ipynb #73111fc9
 class Tape:
     "Numbers of a step: how each is made from the named ones, and which comparisons were made"
     def __init__(self,
@@ -40,14 +40,20 @@ class Tape:
         self.names[key] = res._i
         return res
 
-    def op(self, f, *args):
+    def op(self,
+        f, # Function of numbers
+        *args, # Numbers, tracked or plain
+    ): # A tracked number
         "Apply `f` to numbers, some of them on this tape"
         true = f(*map(true_value, args))
         try: shown = f(*map(_shown, args))
         except (ArithmeticError, ValueError): shown = None
         return self._entry(f, _refs(args), true, shown if isinstance(shown, (int, float)) else self.rng.uniform(.05, .95))
 
-    def guard(self, f, *args):
+    def guard(self,
+        f, # Function of numbers
+        *args, # Numbers, tracked or plain
+    ): # What it gives, as a plain value
         "Apply `f`, and remember that the step is valid only while it gives the same"
         res = self.guards[f, _refs(args)] = f(*map(true_value, args))
         return res

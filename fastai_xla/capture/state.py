@@ -17,9 +17,15 @@ from ..runtime import *
 
 if L not in pytree.SUPPORTED_NODES: pytree.register_pytree_node(L, lambda l: (list(l), None), lambda items,_: L(list(items)))
 
-# %% ../../nbs/api/05b_capture.state.ipynb #a176878f
+# %% ../../nbs/api/05b_capture.state.ipynb #c72839f6
 class Refused(RuntimeError):
     "A step that cannot be recorded, and why"
+    def __init__(self,
+        why:str, # The same text for the same reason
+        detail:str='', # What may be another each time, such as values
+    ):
+        super().__init__(why+detail)
+        self.why = why
 
 _plain = (int, float, bool, str, bytes, type(None), torch.dtype, torch.device)
 _module_attrs = frozenset(nn.Module().__dict__) - {'training'} | {'_flat_weight_refs'}   # the last is a cache of `nn.RNNBase`, checked by itself

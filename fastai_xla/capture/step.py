@@ -130,7 +130,7 @@ class Trace:
             numbers.show_later(j)
         return fn(j)
 
-# %% ../../nbs/api/05c_capture.step.ipynb #91e1df58
+# %% ../../nbs/api/05c_capture.step.ipynb #732a6650
 @patch
 def _changed(self:Trace, before, after, numbers):
     "Sort what has changed into updates, replacements and numbers"
@@ -142,7 +142,7 @@ def _changed(self:Trace, before, after, numbers):
     self.counts = []
     for d,k,name,_ in numbers.places.values(): self._count(d, k, name)
     for d,k,v,path in before.numbers:
-        if (id(d), k) not in numbers.places and d[k] is not v and d[k] != v: raise Refused(f"{path} changes within the step, from {v} to {d[k] if isinstance(d[k], (int, float, str)) else type(d[k]).__name__}")
+        if (id(d), k) not in numbers.places and d[k] is not v and d[k] != v: raise Refused(f"{path} changes within the step", f", from {v} to {d[k] if isinstance(d[k], (int, float, str)) else type(d[k]).__name__}")
     others = [(path, d, k, v) for d,k,v,path in before.others if d[k] is not v]
     for path,d,k,v in others:
         if not (isinstance(v, dict) and isinstance(d[k], dict)): raise Refused(f"{path} is replaced within the step")
@@ -220,7 +220,7 @@ def _sort_inputs(self:Trace):
 
 def _is(v, c): return (isinstance(v, int) or isinstance(v, float) and c.is_floating_point()) and torch.tensor(v, dtype=c.dtype).item() == c.item()
 
-# %% ../../nbs/api/05c_capture.step.ipynb #27db6958
+# %% ../../nbs/api/05c_capture.step.ipynb #5c4c682c
 class Recording:
     "A step as one compiled graph, with the books that its Python would have kept"
     def __init__(self,
@@ -258,7 +258,7 @@ class Recording:
             self._doubt(k, c)
             if not self.meanings[k] and not torch.equal(torch.nan_to_num(self.consts[k]), torch.nan_to_num(c)):
                 what = f"the number {self.consts[k].item():.7g} is {c.item():.7g} the next time" if c.dim() == 0 else f"a tensor of shape {tuple(c.shape)} that the step makes on the host has other values the next time"
-                raise Refused(f"a constant of the graph changes from step to step: {what}")
+                raise Refused("a constant of the graph changes from step to step", f": {what}")
 
     def _doubt(self, k, c):
         "A constant that equals a number shown as it is may be that number, or not: it is a constant until the number changes, and then looked at again"

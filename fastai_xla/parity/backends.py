@@ -7,8 +7,8 @@ Docs: https://fastai-xla.github.io/fastai_xla/api/parity.backends.html.md"""
 # %% auto #0
 __all__ = ['BackendRuns', 'compare_backends', 'parity_cli']
 
-# %% ../../nbs/api/12e_parity.backends.ipynb #a87abf9f
-import gc, importlib, inspect, sys
+# %% ../../nbs/api/12e_parity.backends.ipynb #68e451a5
+import gc, importlib, sys
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -17,7 +17,7 @@ import torch
 from fastcore.all import *
 from fastai.callback.core import Callback, CancelValidException
 from fastai.callback.progress import ProgressCallback
-from fastai.learner import Learner, Recorder
+from fastai.learner import Recorder
 from fastai.torch_core import set_seed
 
 from ..runtime import *
@@ -27,7 +27,7 @@ from .models import Finding
 from .truth import *
 from .calls import default_dtype
 
-# %% ../../nbs/api/12e_parity.backends.ipynb #aded1038
+# %% ../../nbs/api/12e_parity.backends.ipynb #6e75c304
 _drop_attrs = dict(embed_p='EmbeddingDropout', weight_p='WeightDropout', dropout='', p='Dropout')   # attribute -> what the name of its class contains
 
 def _no_dropout(model):
@@ -78,7 +78,7 @@ def _on_cpu(learn):
 
 def _prepare(learn, backend):
     "Put `learn` on a backend"
-    if backend in ('xla', 'xla-replay'): return learn.to_xla(**(dict(replay=backend == 'xla-replay') if _can_replay() else {}))
+    if backend in ('xla', 'xla-replay'): return learn.to_xla(replay=backend == 'xla-replay')
     if backend not in ('cpu', 'inductor', 'float64'):
         learn.dls.to(torch.device(backend))
         return learn.model.to(backend)
@@ -88,8 +88,6 @@ def _prepare(learn, backend):
         learn.model.double()
         learn.remove_cbs([cb for cb in learn.cbs if isinstance(cb, Recorder)])   # its averages are float32
         learn.add_cb(_Wide())
-
-def _can_replay(): return 'replay' in inspect.signature(Learner.to_xla).parameters
 
 def _run(make_learner, backend, fit, seed, modes=()):
     "Train on one backend; returns its `_Curve`"
@@ -189,11 +187,11 @@ class BackendRuns(Finding):
         plt.close(fig)
         return fig
 
-# %% ../../nbs/api/12e_parity.backends.ipynb #4fdac857
+# %% ../../nbs/api/12e_parity.backends.ipynb #9a48f84d
 def _possible(backend):
     "Why a backend cannot be tried here; empty where it can"
     if backend.startswith('xla') and not torch_xla: return 'torch_xla is not installed'
-    if backend == 'xla-replay' and not _can_replay(): return 'this version of `to_xla` cannot replay'
+    if backend == 'xla-replay': return cannot_replay()
     if backend.startswith('cuda') and not torch.cuda.is_available(): return 'there is no GPU'
     return ''
 
@@ -209,7 +207,7 @@ def _check_same(truth, curve, name):
 
 def compare_backends(
     make_learner:callable, # Returns a new `Learner`
-    backends:tuple=('cpu','xla','xla-replay','inductor'), # Any of these, or devices such as 'cuda'; those that cannot run here are left out
+    backends:tuple=('cpu','xla','xla-replay','inductor'), # Any of these, or devices such as 'cuda'; those that cannot run here are left out. 'xla' traces every step, 'xla-replay' is what `to_xla()` does by default
     n_epoch:int=1, # Epochs to train
     lr:float=None, # Learning rate; the learner's by default
     fit:callable=None, # Takes the learner and trains it; `learn.fit(n_epoch, lr)` by default
