@@ -1,7 +1,7 @@
 "Batches on their way to the device: the same as fastai's, one transfer each, read ahead where that changes no number, and nothing left behind"
 import os
 os.environ['XLA_FLAGS'] = '--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true'   # short compiles; nothing here is timed
-import _thread, gc, random, subprocess, sys, threading, time, traceback
+import _thread, gc, random, signal, subprocess, sys, threading, time, traceback
 from contextlib import contextmanager
 from pydoc_data.topics import topics
 import pytest, torch_xla, torch_xla.debug.metrics as met
@@ -299,11 +299,14 @@ def test_interrupt():
         time.sleep(1.)
         go.set()
     timer = threading.Timer(.3, press)
-    with pytest.raises(KeyboardInterrupt):
-        it = iter(dl)
-        next(it),next(it)
-        timer.start()
-        next(it)
+    was = signal.signal(signal.SIGINT, signal.default_int_handler)   # a shell starts its background jobs with Ctrl-C ignored
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            it = iter(dl)
+            next(it),next(it)
+            timer.start()
+            next(it)
+    finally: signal.signal(signal.SIGINT, was)
     timer.join()
     for _ in range(100):
         if feeders(): time.sleep(.1)   # at the batch that it was at

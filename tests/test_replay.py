@@ -79,6 +79,20 @@ def test_one_execution():
     assert not breaches(probe.steady(True)) and not breaches(probe.steady(False))
     assert max(c.to_device for c in probe.steady(True)) <= 5   # a batch, and what has changed of the hyper-parameters
 
+class Causal(Module):
+    "The rows of an image as words"
+    def __init__(self): self.lin,self.out = nn.Linear(8, 8),nn.Linear(64, 4)
+    def forward(self, x):
+        x = self.lin(x)
+        return self.out(F.scaled_dot_product_attention(x, x, x, is_causal=True).flatten(1))
+
+def causal(): return Learner(image_dls(), Causal(), loss_func=CrossEntropyLossFlat(), metrics=accuracy)
+
+def test_true_is_no_number():
+    "A True among the constants, of the mask, is not taken for a counter, so that each batch would be looked at once more"
+    _,probe = compare(causal)
+    assert not breaches(probe.steady(True)) and not breaches(probe.steady(False))
+
 class Forgets(Callback):
     "Throws the recordings away: each batch is recorded anew"
     def after_batch(self):
