@@ -79,7 +79,7 @@ def _read_ahead(groups):
     finally:
         with suppress(RuntimeError): pool.shutdown(cancel_futures=True)   # in the thread itself, where the garbage collector may run, there is nothing to wait for
 
-# %% ../nbs/api/06_data.ipynb #27f53e55
+# %% ../nbs/api/06_data.ipynb #decfe950
 _by_item = 'create_item do_item create_batch do_batch create_batches chunkify sample'.split()
 
 def _is_table(dl):
@@ -87,12 +87,19 @@ def _is_table(dl):
     stock = all(getattr(type(dl), n) is getattr(TfmdDL, n) and n not in dl.__dict__ for n in _by_item)
     return type(dl.dataset) is TensorDataset and stock and dl.fake_l.num_workers == 0 and dl.indexed and dl.bs and not any(len(getattr(p, 'fs', (p,))) for p in (dl.after_item, dl.before_batch))
 
+def _rows(dl, idxs):
+    "The batches of such a `dl`, each row at once; `index_select` takes whole rows, where indexing goes by elements"
+    idxs,ts = torch.tensor(list(idxs), dtype=torch.long),dl.dataset.tensors
+    idxs = torch.where(idxs < 0, idxs+len(dl.dataset), idxs)
+    for i in idxs.split(dl.bs):
+        if len(i) == dl.bs or len(i) and not dl.drop_last: yield tuple(t.index_select(0, i) for t in ts)
+
 def _start(dl):
     "Start a pass over `dl`, as fastai does; an iterator over the batches, collated"
     dl.randomize()
     dl.before_iter()
     dl._DataLoader__idxs = dl.get_idxs()
-    if _is_table(dl): return (tuple(t[i] for t in dl.dataset.tensors) for i in chunked(dl._DataLoader__idxs, dl.bs, dl.drop_last))
+    if _is_table(dl): return _rows(dl, dl._DataLoader__idxs)
     return (tuple(b) if dl.pin_memory and type(b) == list else b for b in _loaders[dl.fake_l.num_workers==0](dl.fake_l))
 
 # %% ../nbs/api/06_data.ipynb #77239af2

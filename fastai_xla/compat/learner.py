@@ -67,26 +67,30 @@ def after_batch(self:Recorder):
     for met in self._train_mets if self.training else self._valid_mets: _begin(met)
     with kept_on_device(self.learn): self._orig_after_batch()
 
-# %% ../../nbs/api/04b_compat.learner.ipynb #5a849d15
-def _warn_nan(rec):
-    new,rec._seen = rec.losses[rec._seen:],len(rec.losses)
-    with torch._C.DisableTorchFunctionSubclass(): bad = (~torch.stack(new).isfinite()).nonzero() if new else new
+# %% ../../nbs/api/04b_compat.learner.ipynb #bfa7b52d
+def _warn_nan(rec, n_before):
+    "Look at the epoch's losses, which come after `n_before` others"
+    with torch._C.DisableTorchFunctionSubclass(): bad = (~torch.stack(rec.losses).isfinite()).nonzero() if rec.losses else rec.losses
     if len(bad) == 0 or rec._nan_told: return
-    bad,rec._nan_told = len(rec.losses) - len(new) + bad[0].item(),True
-    warnings.warn(f"The loss is {rec.losses[bad].item()} from step {bad} of this fit on, and the weights with it. On XLA the loss is read at the end of an epoch only. Look for a learning rate that is too high, "
+    first,rec._nan_told = bad[0].item(),True
+    warnings.warn(f"The loss is {rec.losses[first].item()} from step {n_before+first} of this fit on, and the weights with it. On XLA the loss is read at the end of an epoch only. Look for a learning rate that is too high, "
                   "labels out of range, or inputs that are not finite; `TerminateOnNaNCallback()` stops such a fit early.")
 
 @patch
 def before_fit(self:Recorder):
     "Prepare state for training"
-    self._nan_told,self._seen = False,0
+    self._nan_told,self._n_home = False,0
     self._orig_before_fit()
 
 @patch
 def after_train(self:Recorder):
     "Log loss and metric values on the training set (if `self.training_metrics=True`)"
-    fetch_attrs(self, *self._train_mets)
-    if is_xla(self.learn.loss): _warn_nan(self)
+    home,self.losses = self.losses[:self._n_home],self.losses[self._n_home:]   # else a long fit would go through all its losses in each epoch
+    try:
+        fetch_attrs(self, *self._train_mets)
+        if is_xla(self.learn.loss): _warn_nan(self, len(home))
+    finally: self.losses = home + self.losses
+    self._n_home = len(self.losses)
     self._orig_after_train()
 
 @patch
