@@ -34,7 +34,7 @@ def ms(f, n):
 @call_parse
 def main(
     rounds:int=7, # Rounds to take the median of
-    batches:int=24, # Batches in a round
+    batches:int=96, # Batches in a round: the first is not read beside a step
     bs:int=32, # Images in a batch
     size:int=64, # Pixels
     load:float=15., # Milliseconds of waiting in the loader, per batch

@@ -288,7 +288,7 @@ def move_module(
         if m._parameters[n] is not p: res[p] = m._parameters[n]
     return res
 
-# %% ../nbs/api/00_runtime.ipynb #3db1a231
+# %% ../nbs/api/00_runtime.ipynb #9531f8a2
 def _core(name):
     if not hasattr(_XLAC, name): raise RuntimeError(f"torch_xla {_version('torch_xla')} has no {name}, through which graphs are read. fastai_xla is tested with torch_xla 2.9; training does not need it.")
     return getattr(_XLAC, name)
@@ -337,11 +337,16 @@ def graph_scope(
 def use_cache(
     folder, # Where to keep compiled programs
 ) -> str: # Why they are not kept; empty if they are
-    "Keep compiled programs in `folder` for later processes, where the device's compiler can read them back. Has to come before the first program"
+    """Keep compiled programs in `folder` for later processes, where the device's compiler can read them back. Has to come before the first program
+
+    A small program that is always the same tells whether it can: the first process with this folder writes it, the others try to read it."""
     if torch_xla.runtime.device_type() == 'CPU': return "XLA's compiler for the CPU writes programs, but cannot read them back"
+    if os.environ.get('XLA_PERSISTENT_CACHE_PATH') == str(folder): return ''   # in use since an earlier call
     try: torch_xla.runtime.initialize_cache(str(folder))
-    except Exception as e: return str(e)
-    return ''
+    except AssertionError: return "other programs have been compiled already in this process; restart it, and ask for the cache before the first of them"
+    probe = torch.ones(3, device=device()) + 1   # held, for what nobody holds is not computed
+    sync(wait=True)
+    return "this version of torch_xla cannot read back what it has written there" if met.counter_value('PersistentCacheDeserializeFailure') else ''
 
 def memory_info() -> dict: # Empty where the device keeps no account, as the CPU
     "The device's own account of its memory"

@@ -147,6 +147,16 @@ def test_to_xla_arguments(tmp_path):
     for kw in (dict(steps_per_execution=0), dict(steps_per_execution=8, replay=False)):
         with pytest.raises(ValueError, match='steps_per_execution'): image_learner().to_xla(**kw)
 
+def test_cache_probe(tmp_path):
+    "Elsewhere than on a CPU, the second process with a folder knows whether programs can be read back. The compiler for the CPU stands for one that cannot"
+    code = f"""import fastai_xla.runtime as r
+r.device()
+r.torch_xla.runtime.device_type = lambda: 'TPU'
+print('why:', r.use_cache({str(tmp_path)!r}), '|', r.use_cache({str(tmp_path)!r}), '|', r.use_cache('elsewhere'), '.')"""
+    (_,first),(_,second) = run(code),run(code)
+    assert 'why:  |  | other programs have been compiled' in first and list(tmp_path.iterdir())
+    assert 'why: this version of torch_xla cannot read back' in second
+
 def test_replay_warns():
     "`replay=True` warns of what it cannot record, 'auto' leaves it to the report"
     class Reads(Callback):
