@@ -7,7 +7,7 @@ Docs: https://fastai-xla.github.io/fastai_xla/api/loop.html.md"""
 # %% auto #0
 __all__ = []
 
-# %% ../nbs/api/06c_loop.ipynb #5def772b
+# %% ../nbs/api/06c_loop.ipynb #f767302c
 from fastcore.all import *
 from fastai.callback.core import *
 from fastai.callback.fp16 import MixedPrecision
@@ -15,6 +15,7 @@ from fastai.learner import Learner, CastToTensor
 
 from .runtime import *
 from .data import Fed, feed, feedable
+from .capture.step import *
 from .replay import *
 
 # %% ../nbs/api/06c_loop.ipynb #b549a22e
@@ -71,11 +72,11 @@ def _call_one(self:Learner, event_name):
     for cb in self.cbs.sorted('order') if event_name == 'after_fit' else list(_replay(self).acting(event_name)):
         if not (event_name == 'before_batch' and isinstance(cb, CastToTensor) and _replay(self).feds): cb(event_name)   # `Replay` does that after the batch transforms
 
-# %% ../nbs/api/06c_loop.ipynb #6c3338ed
+# %% ../nbs/api/06c_loop.ipynb #86df84c7
 @patch
 def _hold(self:Replay):
     "The hyper-parameters as they are now"
-    return {(i, k): v for i,h in enumerate(hypers_of(self.optimizers())) for k,v in h.items() if isinstance(v, (int, float)) and not isinstance(v, bool)}
+    return {(i, k): get_number(h, k) for i,h in enumerate(hypers_of(self.optimizers())) for k in number_keys(h)}
 
 @patch
 def _before_each(self:Replay, i, feds):
@@ -117,4 +118,4 @@ def several(self:Replay,
 @patch
 def _set_hypers(self:Replay, values):
     hypers = hypers_of(self.optimizers())
-    for (i,k),v in values.items(): hypers[i][k] = v
+    for (i,k),v in values.items(): put_number(hypers[i], k, v)

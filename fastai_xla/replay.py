@@ -111,7 +111,7 @@ class Replay:
         sums = [m for m in mets if any(type(m).accumulate is c.accumulate for c in _sums)]
         return sums,[m for m in mets if m not in sums]
 
-# %% ../nbs/api/06b_replay.ipynb #0d84d79c
+# %% ../nbs/api/06b_replay.ipynb #e597a84b
 def hypers_of(
     opts:list, # Optimizers, the innermost last
 ) -> list: # Dicts, one for each group
@@ -121,7 +121,8 @@ def hypers_of(
 def _numbers_of(opts, objects, later):
     if not opts: return Numbers(objects=[o.__dict__ for o in objects], later=later)
     inner = opts[-1]
-    states = [(i, inner.state[p]) for i,pg in enumerate(inner.param_lists) for p in pg if p in inner.state] if hasattr(inner, 'param_lists') else []
+    groups = inner.param_lists if hasattr(inner, 'param_lists') else [g['params'] for g in inner.param_groups]
+    states = [(i, inner.state[p]) for i,pg in enumerate(groups) for p in pg if p in inner.state]
     return Numbers(hypers=hypers_of(opts), states=states, objects=[o.__dict__ for o in (*opts, *objects)], later=later)
 
 @patch

@@ -62,7 +62,8 @@ def normalised(): return image_learner(image_dls(after_batch=[Normalize.from_sta
 def with_cbs(*cbs): return lambda: image_learner(cbs=[cb() for cb in cbs])
 def with_opt(opt): return lambda: image_learner(opt_func=opt)
 
-opts = dict(sgd=SGD, momentum=partial(SGD, mom=.9), rmsprop=partial(RMSProp, mom=.9), adam=Adam, radam=RAdam, qhadam=QHAdam, lamb=Lamb, ranger=ranger)
+opts = dict(sgd=SGD, momentum=partial(SGD, mom=.9), rmsprop=partial(RMSProp, mom=.9), adam=Adam, radam=RAdam, qhadam=QHAdam, lamb=Lamb, ranger=ranger,
+    torch_adam=partial(OptimWrapper, opt=torch.optim.Adam), torch_radam=partial(OptimWrapper, opt=torch.optim.RAdam), torch_rmsprop=partial(OptimWrapper, opt=torch.optim.RMSprop, momentum=.9))
 stories = {n: (with_opt(o), one_cycle) for n,o in opts.items()} | dict(
     clip=(with_cbs(partial(GradientClip, .1)), one_cycle), accumulate=(with_cbs(partial(GradientAccumulation, 32)), one_cycle), mixup=(with_cbs(MixUp), one_cycle), bf16=(lambda: image_learner().to_bf16(), one_cycle),
     smaller_batch=(lambda: image_learner(image_dls(n=120)), one_cycle), normalise=(normalised, one_cycle), in_place=(in_place, one_cycle), freeze=(image_learner, freezes), running=(partial(running, 1), one_cycle), skipping=(partial(running, 3), one_cycle))
@@ -72,6 +73,19 @@ def test_same_as_plain(name):
     learn,probe = compare(*stories[name])
     assert not learn.xla_opt.replay.why, learn.xla_opt.replay.why
     assert n_runs(learn) % len(probe.rows) == 0 and n_runs(learn) > 0   # the probe has the last fit
+
+@pytest.mark.parametrize('opt', [partial(torch.optim.Adagrad, lr_decay=.1), torch.optim.Adadelta, torch.optim.Adamax], ids=['adagrad', 'adadelta', 'adamax'])
+def test_counts_on_the_host(opt):
+    "torch's optimizers count their steps in tensors on the host"
+    learn,probe = compare(with_opt(partial(OptimWrapper, opt=opt)), lambda l: l.fit(2, 1e-2))
+    assert not learn.xla_opt.replay.why and n_runs(learn) == len(probe.rows)
+    assert {st['step'].item() for st in learn.opt.opt.state.values()} == {2*len(learn.dls.train)}
+
+@pytest.mark.parametrize('opt', [torch.optim.NAdam, partial(torch.optim.Adam, foreach=True)], ids=['nadam', 'foreach'])
+def test_computes_on_the_host(opt):
+    "What they compute with them otherwise is not recorded, and is right all the same"
+    learn,_ = compare(with_opt(partial(OptimWrapper, opt=opt)), lambda l: l.fit(1, 1e-2))
+    assert all('tensor on the CPU' in why for why in learn.xla_opt.replay.why) and n_runs(learn) == len(learn.dls.valid)
 
 def test_one_execution():
     "Also with batch transforms, which are part of the step"
@@ -178,7 +192,7 @@ def test_other_torch_xla(monkeypatch):
     with learn.no_logging(): learn.fit(1, 1e-2)
     assert learn.xla_opt.replay is None
 
-@pytest.mark.parametrize('name', ['momentum', 'adam', 'clip', 'bf16', 'normalise'])
+@pytest.mark.parametrize('name', ['momentum', 'adam', 'torch_adam', 'clip', 'bf16', 'normalise'])
 def test_steps_per_execution(name):
     "Four steps as one program: the numbers of one by one, a quarter of the executions, and what is left over goes one by one"
     make,fit = stories[name]

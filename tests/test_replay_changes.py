@@ -201,6 +201,14 @@ def maximize(v): return lambda l: l.opt.opt.param_groups[0].update(maximize=v)
 def nesterov(v): return lambda l: l.opt.opt.param_groups[0].update(nesterov=v)
 torch_optims = stories(maximize=between(maximize(True), maximize(False)), nesterov=during(nesterov(True), nesterov(False)), create=between(new_opt, new_opt), load=between(loads_opt))
 
+def adamw_learner(): return learner(opt_func=partial(OptimWrapper, opt=torch.optim.AdamW))
+def counts_again(l):
+    for st in l.opt.opt.state.values(): st['step'].fill_(3)
+def counts_one(l): next(iter(l.opt.opt.state.values()))['step'].add_(5)
+def reads_count(l): l.seen = [*getattr(l, 'seen', []), next(iter(l.opt.opt.state.values()))['step'].item()]
+adamw_optims = stories(create=between(new_opt, new_opt), load=between(loads_opt), reset=resets_opt, wd=changes_wd, mom_during=during(hyper('mom', .5), hyper('mom', .8)), betas_during=during(lambda l: l.opt.opt.param_groups[0].update(betas=(.5, .6))),
+    count=between(counts_again), count_during=during(counts_again), one_count=during(counts_one), reads=during(reads_count), cycle=lambda l: l.fit_one_cycle(2, 1e-2), other=between(other_opt(partial(OptimWrapper, opt=torch.optim.RAdam)), other_opt(Adam)))
+
 # Losses
 
 def halved(pred, y): return F.cross_entropy(pred, y)*.5
@@ -404,13 +412,13 @@ def shared_opt(l):
     return o
 two = stories(two=turns(lambda l: learner()), one_model=turns(lambda l: Learner(dls(), l.model, loss_func=F.cross_entropy, splitter=params_of, metrics=accuracy)), one_opt=turns(shared_opt), one_dls=turns(lambda l: learner(l.dls)))
 
-cases = [(n, k, make, f) for n,make,fs in [('flag', learner, flags), ('attr', learner, attrs), ('attr', times_learner, times_attrs), ('hook', learner, hook_stories), ('param', learner, params), ('opt', learner, optims), ('torch_opt', torch_learner, torch_optims), ('loss', learner, losses),
+cases = [(n, k, make, f) for n,make,fs in [('flag', learner, flags), ('attr', learner, attrs), ('attr', times_learner, times_attrs), ('hook', learner, hook_stories), ('param', learner, params), ('opt', learner, optims), ('torch_opt', torch_learner, torch_optims), ('adamw', adamw_learner, adamw_optims), ('loss', learner, losses),
     ('loss_attr', lambda: learner(loss_func=Weighs()), loss_attrs), ('cb', learner, callbacks), ('cancel', learner, cancels), ('data', learner, data), ('tfm', half_learner, tfm_stories), ('around', learner, around), ('two', learner, two),
     ('count', crops_learner, dict(tfm=between())), ('aug', aug_learner, dict(p=between(p_of(0.), p_of(1.))))] for k,f in fs.items()]
 
 # All of them are run by `python tests/test_replay_changes.py [names]`; as tests, those that differ in kind
 tested = """flag-freeze flag-freeze_during flag-layer_eval flag-requires_grad_during attr-dropout_during attr-bn_momentum attr-stride attr-function_during attr-constant_in_place attr-forward hook-during_forward hook-between_backward
-    hook-during_param param-parameter param-data param-in_place_before_batch param-buffer_during param-model param-stale_grad param-load param-load_opt opt-nothing opt-reset opt-other opt-wd opt-lr_within opt-do_wd opt-clear torch_opt-maximize
+    hook-during_param param-parameter param-data param-in_place_before_batch param-buffer_during param-model param-stale_grad param-load param-load_opt opt-nothing opt-reset opt-other opt-wd opt-lr_within opt-do_wd opt-clear torch_opt-maximize adamw-load adamw-betas_during adamw-one_count adamw-cycle
     loss-lambdas loss-during loss_attr-number_during cb-added_during cb-reapplied cb-counts cb-noise cb-resizes cb-anneals cb-function_during cancel-CancelBatchException_after_pred data-ragged
     data-other_size data-added_tfm tfm-number_during around-lr_find around-get_preds around-interrupt around-broken around-bf16 around-one_plain two-two two-one_model aug-p count-tfm""".split()
 
