@@ -45,12 +45,15 @@ def _effect_of_code(frame):
         if i.opname not in ('CACHE', 'PRECALL'): was = i
     return ''
 
-# %% ../../nbs/api/05d_capture.effects.ipynb #9463ebf2
+# %% ../../nbs/api/05d_capture.effects.ipynb #0002463f
 @contextmanager
 def no_effects():
     "Refuse a block in which the user's own code does more than compute and set attributes"
     found,seen = [],set()
-    def where(frame): return f"{frame.f_code.co_qualname if hasattr(frame.f_code, 'co_qualname') else frame.f_code.co_name} (line {frame.f_lineno})"
+    def where(frame):
+        code = frame.f_code
+        o = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+        return f"{type(o).__name__+'.' if hasattr(type(o), code.co_name) else ''}{code.co_name} (line {frame.f_lineno})"
     def note(frame, what):
         if not what: return
         found.append(f'{where(frame)} {what}')
