@@ -7,11 +7,12 @@ Docs: https://fastai-xla.github.io/fastai_xla/api/data.html.md"""
 # %% auto #0
 __all__ = ['ahead', 'Fed', 'feedable', 'feed']
 
-# %% ../nbs/api/06_data.ipynb #125cb815
+# %% ../nbs/api/06_data.ipynb #04da8813
 import pickle, random
 from collections import deque
 from concurrent import futures
 from contextlib import suppress
+from contextvars import copy_context
 from itertools import chain, islice
 
 import numpy as np
@@ -40,7 +41,7 @@ def _sent(o, device):
     new = dict(zip(ts, send_batch(list(ts.values()), device)))
     return to_device(apply(lambda t: new.get(id(t), t), o), device)
 
-# %% ../nbs/api/06_data.ipynb #4eec036d
+# %% ../nbs/api/06_data.ipynb #a4993f69
 class Fed:
     "A batch on the device as it was collated, and the batch that its `DataLoader` makes of it"
     def __init__(self,
@@ -52,35 +53,46 @@ class Fed:
 
 def _fed(dl, b): return Fed(b, dl.after_batch) if _tensors(b) else Fed(dl.after_batch(b), noop)   # rows of a table become tensors in `after_batch`
 
+def _own(dl, raw):
+    "`raw`, also where `dl` makes its next batch in the same memory"
+    stock = dl.bs and all(getattr(type(dl), n) is getattr(TfmdDL, n) and n not in dl.__dict__ for n in ('create_batch', 'do_batch'))
+    return raw if stock else apply(lambda t: t.clone() if isinstance(t, torch.Tensor) and _sendable(t) else t, raw)
+
 def _groups(dl, it, n):
-    "Lists of `Fed`, `n` of the batches of `it` in each, sent in one transfer"
+    "Lists of `n` of the `Fed`s of `it`, sent in one transfer"
     failed = None
     while not failed:
         feds = []
         try:
-            for b in islice(it, n): feds.append(_fed(dl, b))
+            for fed in islice(it, n):
+                if n > 1: fed.raw = _own(dl, fed.raw)
+                feds.append(fed)
         except Exception as e: failed = e   # after the batches before it
         if not feds: break
         for fed,raw in zip(feds, _sent([fed.raw for fed in feds], dl.device)): fed.raw = raw
         yield feds
     if failed: raise failed
 
-# %% ../nbs/api/06_data.ipynb #76f989c5
-ahead = 2 # Groups of batches (by default a group is one batch) that are read ahead
+# %% ../nbs/api/06_data.ipynb #729bd027
+ahead = 2 # Groups of batches (by default a group is one batch) that are read ahead, in a thread; 0 for none
 
 def _read_ahead(groups):
     "The `Fed`s of `groups`, which run in a thread"
-    pool = futures.ThreadPoolExecutor(1, 'fastai_xla feed', torch.set_grad_enabled, (torch.is_grad_enabled(),))
+    pool,ctx,wait = futures.ThreadPoolExecutor(1, 'fastai_xla feed', torch.set_grad_enabled, (torch.is_grad_enabled(),)),copy_context(),True
+    def more(): return pool.submit(ctx.run, next, groups, None)
     try:
-        todo = deque(pool.submit(next, groups, None) for _ in range(ahead))
+        todo = deque(more() for _ in range(ahead))
         while feds := todo.popleft().result():
-            todo.append(pool.submit(next, groups, None))
+            todo.append(more())
             yield from feds
+    except KeyboardInterrupt:
+        wait = False   # the dataset may never answer
+        raise
     finally:
-        with suppress(RuntimeError): pool.shutdown(cancel_futures=True)   # in the thread itself, where the garbage collector may run, there is nothing to wait for
+        with suppress(RuntimeError): pool.shutdown(wait, cancel_futures=True)   # in the thread itself, where the garbage collector may run, there is nothing to wait for
 
-# %% ../nbs/api/06_data.ipynb #decfe950
-_by_item = 'create_item do_item create_batch do_batch create_batches chunkify sample'.split()
+# %% ../nbs/api/06_data.ipynb #39bd124d
+_by_item = 'create_item do_item create_batch do_batch create_batches chunkify sample retain'.split()
 
 def _is_table(dl):
     "Are the batches of `dl` rows of tensors, and nothing is done to an item?"
@@ -99,20 +111,23 @@ def _start(dl):
     dl.randomize()
     dl.before_iter()
     dl._DataLoader__idxs = dl.get_idxs()
+    it = _loaders[dl.fake_l.num_workers==0](dl.fake_l)   # which draws a number
     if _is_table(dl): return _rows(dl, dl._DataLoader__idxs)
-    return (tuple(b) if dl.pin_memory and type(b) == list else b for b in _loaders[dl.fake_l.num_workers==0](dl.fake_l))
+    return (tuple(b) if dl.pin_memory and type(b) == list else b for b in it)
 
-# %% ../nbs/api/06_data.ipynb #77239af2
+# %% ../nbs/api/06_data.ipynb #2c0623d6
 def _rng_states(): return random.getstate(), pickle.dumps(np.random.get_state()), torch.get_rng_state().numpy().tobytes()
 
 def _first(dl, it):
     "`it`, and whether it may be read ahead"
-    states = _rng_states()
-    b = list(islice(it, 1))
-    may = dl.fake_l.num_workers > 0 or (dl.indexed and not has_xla(b) and _rng_states() == states)
-    return chain(b, it),may
+    states,before = _rng_states(),xla_counts()
+    feds = list(islice(it, 1))
+    c = xla_counts()-before
+    on_device = any(has_xla(fed.raw) for fed in feds) or c.executions or c.to_host or c.to_device
+    may = dl.fake_l.num_workers > 0 or (dl.indexed and not on_device and _rng_states() == states)
+    return chain(feds, it),may
 
-# %% ../nbs/api/06_data.ipynb #2993c3cf
+# %% ../nbs/api/06_data.ipynb #16fd8749
 def feedable(
     dl, # Anything to iterate over
 ) -> bool:
@@ -127,10 +142,10 @@ def feed(
     if not feedable(dl):
         for b in dl: yield Fed(b, noop)
         return
-    it,may = _first(dl, _start(dl))
+    it,may = _first(dl, (_fed(dl, b) for b in _start(dl)))
     groups = _groups(dl, it, group if may else 1)
     yield from next(groups, ())   # the first ones without a thread: `one_batch` and the like want no more
-    if may: yield from _read_ahead(groups)
+    if may and ahead: yield from _read_ahead(groups)
     else:
         for feds in groups: yield from feds
     dl.after_iter()

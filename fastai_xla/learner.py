@@ -7,14 +7,14 @@ Docs: https://fastai-xla.github.io/fastai_xla/api/learner.html.md"""
 # %% auto #0
 __all__ = ['settle', 'XLAOptCallback']
 
-# %% ../nbs/api/07_learner.ipynb #55f69ba0
+# %% ../nbs/api/07_learner.ipynb #c31baef1
 import warnings
 
 import numpy as np
 import torch
 from torch import nn
 from fastcore.all import *
-from fastai.callback.core import Callback, CancelFitException
+from fastai.callback.core import Callback, CancelFitException, TrainEvalCallback
 from fastai.callback.progress import ProgressCallback, CSVLogger
 from fastai.callback.schedule import LRFinder
 from fastai.learner import Learner
@@ -118,10 +118,10 @@ class XLAOptCallback(Callback):
     def after_validate(self):  self._between('after validation,')
     def after_epoch(self):     self._between('after')
 
-# %% ../nbs/api/07_learner.ipynb #72525311
+# %% ../nbs/api/07_learner.ipynb #f13837cf
 def _leaves(o):
     if isinstance(o, dict): o = list(o.values())
-    return [l for v in o for l in _leaves(v)] if isinstance(o, (list, tuple)) else [o]
+    return [l for v in o for l in _leaves(v)] if isinstance(o, (list, tuple, L)) else [o]
 
 def _check_batch(learn):
     leaves = _leaves(tuple(learn.xb))
@@ -172,12 +172,18 @@ def to_xla(self:Learner,
     settle(self)
     return self
 
-# %% ../nbs/api/07_learner.ipynb #ebea7d81
+# %% ../nbs/api/07_learner.ipynb #53669542
 @patch
 def create_opt(self:Learner):
     "Create an optimizer with default hyper-parameters"
     if hasattr(self, 'xla_opt'): settle(self)
     self._orig_create_opt()
+
+@patch
+def before_fit(self:TrainEvalCallback):
+    "Set the iter and epoch counters to 0, put the model and the right device"
+    if hasattr(self.learn, 'xla_opt'): settle(self.learn)   # the model stays where it is, whatever the dataloaders' device has been
+    self._orig_before_fit()
 
 @patch
 def freeze_to(self:Learner, n):

@@ -7,7 +7,9 @@ Docs: https://fastai-xla.github.io/fastai_xla/api/loop.html.md"""
 # %% auto #0
 __all__ = []
 
-# %% ../nbs/api/06c_loop.ipynb #f767302c
+# %% ../nbs/api/06c_loop.ipynb #bfad070f
+from itertools import islice
+
 from fastcore.all import *
 from fastai.callback.core import *
 from fastai.callback.fp16 import MixedPrecision
@@ -18,19 +20,33 @@ from .data import Fed, feed, feedable
 from .capture.step import *
 from .replay import *
 
-# %% ../nbs/api/06c_loop.ipynb #b549a22e
+# %% ../nbs/api/06c_loop.ipynb #40cb190f
 def _replay(learn):
     "The learner's `Replay`, where it is on"
     cb = learn.__dict__.get('xla_opt')
     return cb and cb.replay
 
+def _chunks(it, n):
+    "Lists of `n` of `it`; those before an exception come before it"
+    failed = None
+    while failed is None:
+        res = []
+        try:
+            for o in islice(it, n): res.append(o)
+        except Exception as e: failed = e
+        if not res: break
+        yield res
+    if failed: raise failed
+
+def _own(learn): return all(getattr(type(learn), n) is getattr(Learner, n) and n not in learn.__dict__ for n in ('one_batch', '_do_one_batch'))   # else they are given what fastai gives them
+
 @patch
 def all_batches(self:Learner):
-    if _replay(self) is None or not feedable(self.dl): return self._orig_all_batches()
+    if _replay(self) is None or not feedable(self.dl) or not _own(self): return self._orig_all_batches()
     r,self.n_iter,i = _replay(self),len(self.dl),0
     r.looping = True
     try:
-        for feds in chunked(feed(self.dl, r.n_steps), r.n_steps):
+        for feds in _chunks(feed(self.dl, r.n_steps), r.n_steps):
             if len(feds) == 1 or len(feds) < r.n_steps or not r.several(i, feds):
                 for j,fed in enumerate(feds): self.one_batch(i+j, fed)
             i += len(feds)
@@ -72,7 +88,7 @@ def _call_one(self:Learner, event_name):
     for cb in self.cbs.sorted('order') if event_name == 'after_fit' else list(_replay(self).acting(event_name)):
         if not (event_name == 'before_batch' and isinstance(cb, CastToTensor) and _replay(self).feds): cb(event_name)   # `Replay` does that after the batch transforms
 
-# %% ../nbs/api/06c_loop.ipynb #86df84c7
+# %% ../nbs/api/06c_loop.ipynb #4d6803de
 @patch
 def _hold(self:Replay):
     "The hyper-parameters as they are now"
@@ -107,10 +123,13 @@ def several(self:Replay,
     self._set_hypers(held[0])
     self.later = self.laters.setdefault(len(feds), [])   # a recording goes on looking there
     self.later[:] = held[1:]
-    if not self.batch(): return False
+    if not self.batch():
+        self.leave_autocast()   # one by one they enter it themselves
+        return False
     for j in range(len(feds)):
         learn.iter,learn.xla_opt.ran = i+j,True
-        self._set_hypers(held[j])
+        now = self._hold()
+        self._set_hypers({k: v for k,v in held[j].items() if not j or now.get(k) == held[j-1].get(k)})   # what a callback sets in `after_batch` stays
         self.take(j)
         self.learn('after_batch')
     return True

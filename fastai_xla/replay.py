@@ -7,9 +7,10 @@ Docs: https://fastai-xla.github.io/fastai_xla/api/replay.html.md"""
 # %% auto #0
 __all__ = ['in_step', 'loss_module', 'Replay', 'hypers_of', 'next_batch']
 
-# %% ../nbs/api/06b_replay.ipynb #5ca8780c
+# %% ../nbs/api/06b_replay.ipynb #da521efb
 import warnings
 from collections import Counter
+from functools import partial
 from operator import attrgetter, is_
 from contextlib import contextmanager
 from types import MethodType, SimpleNamespace
@@ -49,7 +50,7 @@ def _is_stranger(cb): return not type(cb).__module__.startswith(('fastai.', 'fas
 _cancels = (CancelBatchException, CancelTrainException, CancelValidException, CancelEpochException, CancelFitException)
 _sums = (AvgMetric, AvgLoss, AvgSmoothLoss)   # metrics whose state is a sum and a count
 
-# %% ../nbs/api/06b_replay.ipynb #7e21dbf4
+# %% ../nbs/api/06b_replay.ipynb #978f91f4
 def loss_module(
     learn:Learner, # Any learner
 ) -> nn.Module|None: # The loss, or the one in it; `None` where it is a function
@@ -74,13 +75,21 @@ class Replay:
         self.reason,self.plain = '',Counter()   # why the last batch was stepped plainly; reason -> batches of this fit
         self.looping = False   # in fastai's loop, where nobody's code runs between two batches but callbacks'
         self.quiet = False   # in the loop, and no callback runs there that could change what the step depends on
+        self.late = False   # metrics after the step, since a callback changes what they are computed of?
+        self.shared = False   # does somebody hold an alias of a parameter?
+        self.ran_at = None   # `n_syncs` after a step that was run again, where callbacks may draw or run something
         self.moved,self.tracing,self.prepared = False,False,0   # was this batch traced? programs beside the step's: what a batch needs first
+
+    def __reduce__(self): return Replay, (self.learn, self.n_steps, self.warn)   # a copy of the learner records anew
 
     def start(self):
         "Begin a fit"
         self.plain.clear()
         self.cbs = None
         for key in [k for k in self.held if k not in self.used]: del self.recs[key],self.held[key]   # not used in the last fit
+        for key,recs in self.recs.items():
+            if not isinstance(recs, str): self.recs[key] = [r for r in recs if not r.reads.moved()]
+            elif 'time and again' in recs: self.recs[key] = []
         self.used,self.key,self.quiet = set(),None,False
         self.failed = {True: 0, False: 0}
 
@@ -108,10 +117,10 @@ class Replay:
         rec = getattr(self.learn, 'recorder', None)
         if rec is None or rec not in self.learn.cbs or not len(self.learn.yb): return [],[]
         mets = rec._train_mets if self.learn.training else rec._valid_mets
-        sums = [m for m in mets if any(type(m).accumulate is c.accumulate for c in _sums)]
+        sums = [m for m in mets if any(type(m).accumulate is c.accumulate for c in _sums) and not self.late]
         return sums,[m for m in mets if m not in sums]
 
-# %% ../nbs/api/06b_replay.ipynb #e597a84b
+# %% ../nbs/api/06b_replay.ipynb #9d55a83f
 def hypers_of(
     opts:list, # Optimizers, the innermost last
 ) -> list: # Dicts, one for each group
@@ -152,7 +161,7 @@ def strangers(self:Replay) -> bool:
 def _look(self:Replay, again=False):
     "Find the callbacks and metrics that are part of the step, and the attributes on which they may branch"
     learn = self.learn
-    now = (learn.training, learn.iter == 0, self.feds is None, self.feds and id(self.feds[0].tfm), len(learn.yb), self.cbs, id(learn.loss_func), [id(m) for m in learn.metrics])
+    now = (learn.training, self.late, learn.iter == 0, self.feds is None, self.feds and _ident(self.feds[0].tfm), len(learn.yb), self.cbs, id(learn.loss_func), [id(m) for m in learn.metrics])
     if now == self.looked and learn.iter and not again: return
     self.looked = now
     self.mixed = first(cb for cb in learn.cbs if isinstance(cb, MixedPrecision))
@@ -185,7 +194,7 @@ def _key(self:Replay, inputs, spec):
     learn,opts,watched = self.learn,self.optimizers(),self._watched()
     hypers = hypers_of(opts)
     states = tuple((id(st), len(st), *(v for v in st.values() if v is True or v is False)) for o in opts[-1:] for st in o.state.values())
-    return (learn.training, watched, self._batch_key(inputs, spec), _ident(learn.loss_func), *map(id, (*self._tfms(), *self.mets, *hypers)), *((id(o.state), *map(id, getattr(o, 'cbs', ()))) for o in opts),
+    return (learn.training, watched, self._batch_key(inputs, spec), _ident(learn.loss_func), *map(_ident, self._tfms()), *map(id, (*self.mets, *hypers)), *((id(o.state), *map(id, getattr(o, 'cbs', ()))) for o in opts),
             *((id(cb), cb.run, cb.run_train, cb.run_valid) for cb in self.actors), self.settings.now(), *(_flags(o) for o in hypers), states,
             torch.is_autocast_enabled('xla'), torch.get_autocast_dtype('xla'), torch.is_grad_enabled())
 
@@ -202,12 +211,14 @@ def _places(self:Replay):
     roots = {f'opt{i or ""}': o for i,o in enumerate(self.optimizers())} | {f'{type(m).__name__}{i}': m for i,m in enumerate(self.mets)} | {f'{type(cb).__name__}{i}': cb for i,cb in enumerate(self.actors)}
     loss = getattr(learn.loss_func, '__self__', learn.loss_func)   # a callback's own, as MixUp's
     if hasattr(loss, '__dict__') and not isinstance(loss, nn.Module): roots['loss_func'] = loss
-    hooked = {id(h.__self__): h.__self__ for m in learn.model.modules() for d in (m._forward_hooks, m._forward_pre_hooks) for h in d.values() if hasattr(h, '__self__')}
+    hooks = [d for m in learn.model.modules() for d in (m._forward_hooks, m._forward_pre_hooks, m._backward_hooks, m._backward_pre_hooks)]
+    hooks += [d for p in learn.model.parameters() for d in (p._backward_hooks, p._post_accumulate_grad_hooks) if d]
+    hooked = {id(h.__self__): h.__self__ for d in hooks for h in d.values() if hasattr(h, '__self__')}
     roots |= {f'{type(o).__name__}{i}': o for i,o in enumerate(hooked.values())}
     roots |= {f'after_batch.{type(f).__name__}': f for f in self._tfms() if hasattr(f, '__dict__')}
     return Places({'model': learn.model, 'loss': loss_module(learn) or {}} | roots, skip=('learn', 'hypers', 'param_groups', 'param_lists', 'hook_func'))
 
-# %% ../nbs/api/06b_replay.ipynb #7c78c1e7
+# %% ../nbs/api/06b_replay.ipynb #d52e263b
 def _accumulate(met, learn):
     "A sum that is updated in place stays the same tensor, where fastai would give it the loss's type"
     was = getattr(met, 'total', None)
@@ -251,6 +262,7 @@ def next_batch(
 @patch
 def _record(self:Replay, inputs):
     learn = self.learn
+    if any(isinstance(t, torch.Tensor) and t.requires_grad for t in inputs): raise Refused("a batch has a graph of its own, through which gradients would flow once")
     def numbers(): return _numbers_of(self.optimizers(), [*self.mets, *self.actors, learn], self.later)
     start = {}
     def traced(j):
@@ -289,7 +301,7 @@ def _check_learner(self:Replay, held):
     d.update(held)
     if other: raise Refused(f"a callback sets learn.{other[0]} within the step")
 
-# %% ../nbs/api/06b_replay.ipynb #4bdd39ed
+# %% ../nbs/api/06b_replay.ipynb #aef36f3a
 def _zeros(met, device):
     "A metric whose sum has not begun starts from zeros on the device"
     if isinstance(met, AvgSmoothLoss): met.val = met.val if is_xla(met.val) else send_batch([met.val], device)[0]
@@ -330,7 +342,7 @@ def _refuse(self:Replay, e):
     why = self.reason = self.texts.setdefault(getattr(e, 'why', text), text)
     self.why[why] += 1
     self.failed[self.learn.training] += 1
-    self.recs[self.key] = self.kind = why if self.why[why] > 1 else []
+    self.recs[self.key] = self.kind = why if self.why[why] > 1 or not getattr(e, 'again', True) else []
     if self.warn and self.kind: warnings.warn(f"Steps cannot be replayed, and each is traced anew: {why}.")
     if self.mixed and not torch.is_autocast_enabled('xla'): self.mixed.autocast.__enter__()
 
@@ -358,14 +370,15 @@ def batch(self:Replay) -> bool: # Has the step been done?
         settle_tensors()
         self.prepared += 1
     for m in self.mets: _zeros(m, learn.xla_opt.device)
-    rec = next((r for r in recs if r.ready()), None)
+    rec = next((r for r in recs if r.ready(self.same)), None)
     try:
         self.tracing = rec is None or not rec.proved
         if rec is None:
+            if len(moved := [r.moved for r in recs if r.moved]) > 1: raise Refused(f"{moved[0]}, which the step reads, has another value time and again", again=False)
             if len(recs) == 4: raise Refused("Python numbers decide what the step does, each time otherwise")
             rec = self._record(inputs)
             recs.append(rec)
-            rec.ready()
+            if not rec.ready(): raise Refused(f"{rec.moved or 'a number'}, which the step reads, has another value each time")
         elif not rec.proved:
             rec.verify(inputs)
             rec.proved = True
@@ -374,8 +387,9 @@ def batch(self:Replay) -> bool: # Has the step been done?
         self._refuse(e)
         return False
     if rec.proved: self.failed[learn.training] = 0
-    if (learn.iter == 0 or self.strangers()) and not rec.alone():
-        self.reason = "somebody holds an alias or a view of what the step updates, such as `p.detach()` of a parameter; `p.detach().clone()` holds the values"
+    self.shared = (learn.iter == 0 or self.shared or self.strangers()) and not rec.alone()
+    if self.shared:
+        self.reason = aliased
         self.why[self.reason] += 1
         return False
     try: self._run(rec, inputs)
@@ -389,22 +403,41 @@ def batch(self:Replay) -> bool: # Has the step been done?
 def advance(self:Replay):
     "A step's random numbers go on where those of the batch before it have ended, and the next batch's from this batch's first"
     if not self.moved: return
+    nested = 0 if self.ran_at is None else n_syncs()-self.ran_at   # what a callback has run
     manual_seed(self.seed)
-    advance_rng()
-    self.moved = False
+    for _ in range(1+nested): advance_rng()
+    self.moved,self.ran_at = False,None
+
+@patch
+def leave_autocast(self:Replay):
+    "Leave the autocast of the learner's `MixedPrecision`, where it has been entered"
+    if self.mixed and torch.is_autocast_enabled('xla'): self.mixed.autocast.__exit__(None, None, None)
 
 @patch
 def _run(self:Replay, rec, inputs):
     learn = self.learn
+    rng = rng_state()
     done = rec.run(inputs, self.same)
     learn.xla_opt.ran = True
     self.prepared += rec.settled
     self.advance()
+    if not self.later and self.strangers():   # numbers that they draw go on from those of the step
+        manual_seed(after_draws(rng, rec.n_draws))
+        self.moved,self.ran_at = True,n_syncs()
     for m,n in rec.advances: m.advance(n)
-    if self.mixed and torch.is_autocast_enabled('xla'): self.mixed.autocast.__exit__(None, None, None)
+    self.leave_autocast()
     self.done = done
     self.take(0)
     if rec.end: raise rec.end()
+
+@patch
+def _check_given(self:Replay, pred, loss, yb):
+    "Warn where a callback has changed what metrics are computed of, after they were"
+    learn = self.learn
+    if self.late or learn.pred is pred and learn.loss is loss and learn.yb is yb: return
+    self.late = True
+    warnings.warn("A callback changes `learn.pred`, `learn.loss` or `learn.yb` in `after_batch`, before the recorder looks at them. On XLA metrics are part of the step, so those of this batch are without the change; from the next batch on they are computed after it. "
+                  "In `after_pred` or `after_loss` the same change costs nothing.")
 
 @patch
 def take(self:Replay,
@@ -413,4 +446,4 @@ def take(self:Replay,
     "Give the learner what the step has left"
     learn,done = self.learn,self.done[j]
     learn.xb,learn.yb,learn.pred,learn.loss = (done[k] for k in ('xb', 'yb', 'pred', 'loss'))
-    learn.loss_grad,learn.replayed = learn.loss,SimpleNamespace(others=self.others, smooth_loss=done.get('smooth_loss'))
+    learn.loss_grad,learn.replayed = learn.loss,SimpleNamespace(others=self.others, smooth_loss=done.get('smooth_loss'), check=partial(self._check_given, learn.pred, learn.loss, learn.yb))

@@ -9,8 +9,8 @@ __all__ = ['torch_xla', 'xm', 'met', 'look_every', 'device', 'is_xla', 'sync', '
            'count_xla', 'has_xla', 'fetch', 'send', 'send_batch', 'Look', 'move_module', 'pending', 'graph_text',
            'hlo_text', 'graph_hash', 'graph_debug', 'graph_scope', 'use_cache', 'memory_info', 'manual_seed',
            'rng_state', 'cannot_replay', 'tensor_id', 'buffers', 'n_holders', 'graph_inputs', 'compile_graph',
-           'run_graph', 'seed_tensor', 'advance_rng', 'next_seed', 'n_syncs', 'settle_tensors', 'drop_pending',
-           'shared_scalars']
+           'run_graph', 'seed_tensor', 'advance_rng', 'next_seed', 'after_draws', 'n_draws', 'n_syncs',
+           'settle_tensors', 'drop_pending', 'shared_scalars']
 
 # %% ../nbs/api/00_runtime.ipynb #5dc77bba
 import operator, os, time, warnings
@@ -265,14 +265,14 @@ class Look:
         with torch._C.DisableTorchFunctionSubclass(): last,self.last = self.last,t.detach()
         if last is not None and self.due(): return self.fetch(last)
 
-# %% ../nbs/api/00_runtime.ipynb #6ab9358c
+# %% ../nbs/api/00_runtime.ipynb #7955761b
 def _owners(module): return [(m, n, p) for m in module.modules() for n,p in m._parameters.items() if p is not None]
 
 def move_module(
     module:nn.Module, # Module to move, in place
     device:torch.device|str, # Where to
 ) -> dict: # Old parameter -> new parameter, for those that have moved
-    "Move parameters, gradients and buffers of `module`; tied parameters stay tied"
+    "Move parameters, gradients, buffers and hooks of `module`; tied parameters stay tied"
     device,owners = torch.device(device),_owners(module)
     away = lambda t: t is not None and (t.device.type,t.device.index or 0) != (device.type,device.index or 0)
     ts = [t for _,_,p in owners for t in (p, p.grad) if away(t)] + [b for b in module.buffers() if away(b)]
@@ -286,6 +286,9 @@ def move_module(
         if id(p) in first: m._parameters[n] = first[id(p)]
         else: first[id(p)] = m._parameters[n]
         if m._parameters[n] is not p: res[p] = m._parameters[n]
+    for p,new in res.items():
+        for k in ('_backward_hooks', '_post_accumulate_grad_hooks'):
+            if getattr(p, k): setattr(new, k, getattr(p, k))   # the same dict, so that a hook's handle removes it still
     return res
 
 # %% ../nbs/api/00_runtime.ipynb #9531f8a2
@@ -367,7 +370,7 @@ def rng_state() -> int: # State to give to `manual_seed`
     "The random state of the XLA device"
     return _XLAC._xla_get_rng_seed(_here()) if torch_xla and not _broken else 0
 
-# %% ../nbs/api/00_runtime.ipynb #84f139f9
+# %% ../nbs/api/00_runtime.ipynb #ab6b2d9b
 _graph_names = """_xla_get_tensor_id _get_tensors_handle _check_tensor_need_materialization _get_tensors_xla_device_data_node _get_seed_info_id _get_base_seed_as_tensor _get_graph_hash _xla_warm_up_cache _run_cached_graph
     _clear_pending_irs _set_buffer_donation _xla_set_rng_seed _xla_get_rng_seed _xla_sync_live_tensors _xla_tensors_from_aten _set_xla_enable_device_data_cache _set_xla_handle_special_scalars""".split()
 
@@ -392,10 +395,12 @@ def buffers(
     return _XLAC._get_tensors_handle(ts)
 
 def n_holders(
-    t, # XLA tensor
-) -> int:
-    "How many tensors share the storage of `t`: 1 if it has no alias or view"
-    return torch._C._storage_Use_Count(t.untyped_storage()._cdata)
+    ts:list, # XLA tensors
+) -> list: # A number for each
+    "How many tensors beside those of `ts` share the storage of each: 0 if nobody else has an alias or view"
+    at = [t.untyped_storage()._cdata for t in ts]
+    own = Counter(at)
+    return [torch._C._storage_Use_Count(o)-own[o] for o in at]
 
 def graph_inputs(
     roots:list, # XLA tensors, not yet computed
@@ -432,8 +437,11 @@ def seed_tensor():
     "The random state as a graph's input"
     return _XLAC._get_base_seed_as_tensor(_here())
 
+_advances = [0]
+
 def advance_rng():
     "Move the random state on, as `sync` does"
+    _advances[0] += 1
     dv = _here()
     _XLAC._xla_set_rng_seed(next_seed(_XLAC._xla_get_rng_seed(dv)), dv)
 
@@ -442,9 +450,24 @@ def next_seed(
 ) -> int: # Random state after a `sync`
     return (1012031 + seed*7012063) % 2**64
 
+def after_draws(
+    seed:int, # Random state
+    n:int, # Times that random numbers have been drawn since
+) -> int: # Random state
+    for _ in range(n): seed = (2531011 + seed*214013) % 2**64   # as torch_xla's `GetRngSeed`
+    return seed
+
+def n_draws(
+    start:int, # Random state
+    end:int, # Random state
+) -> int: # Times that random numbers were drawn in between; 0 if that cannot be told
+    n = 0
+    while start % 2**64 != end % 2**64 and n < 10000: start,n = after_draws(start, 1),n+1
+    return n % 10000
+
 def n_syncs() -> int:
-    "How often a `sync` has moved the random state on"
-    return met.counter_value('MarkStep') or 0
+    "How often a `sync` or `advance_rng` has moved the random state on"
+    return (met.counter_value('MarkStep') or 0) + _advances[0]
 
 def settle_tensors():
     "Compute what is written down, without moving the random state on"

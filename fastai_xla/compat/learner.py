@@ -19,7 +19,7 @@ from fastai.learner import AvgSmoothLoss, Recorder
 from ..runtime import *
 from .core import kept_on_device
 
-# %% ../../nbs/api/04b_compat.learner.ipynb #7676b72e
+# %% ../../nbs/api/04b_compat.learner.ipynb #617d7153
 class _Zero:
     "A sum that has not begun: turns into zeros of the shape and on the device of what is added first"
     def __iadd__(self, o):
@@ -50,12 +50,13 @@ def _note(rec, replayed):
     "What `Recorder.after_batch` does, where all metrics but `replayed.others` have been accumulated and the smoothed loss is known"
     learn = rec.learn
     if len(learn.yb) == 0: return
+    replayed.check()
     for met in replayed.others:
         _begin(met)
         with kept_on_device(learn): met.accumulate(learn)
     if not learn.training: return
     rec.lrs.append(learn.opt.hypers[-1]['lr'])
-    learn.smooth_loss = replayed.smooth_loss
+    learn.smooth_loss = rec.smooth_loss.value if replayed.smooth_loss is None else replayed.smooth_loss
     rec.losses.append(learn.smooth_loss)
 
 @patch
