@@ -50,7 +50,7 @@ def _is_stranger(cb): return not type(cb).__module__.startswith(('fastai.', 'fas
 _cancels = (CancelBatchException, CancelTrainException, CancelValidException, CancelEpochException, CancelFitException)
 _sums = (AvgMetric, AvgLoss, AvgSmoothLoss)   # metrics whose state is a sum and a count
 
-# %% ../nbs/api/06b_replay.ipynb #978f91f4
+# %% ../nbs/api/06b_replay.ipynb #9d42542f
 def loss_module(
     learn:Learner, # Any learner
 ) -> nn.Module|None: # The loss, or the one in it; `None` where it is a function
@@ -77,7 +77,7 @@ class Replay:
         self.quiet = False   # in the loop, and no callback runs there that could change what the step depends on
         self.late = False   # metrics after the step, since a callback changes what they are computed of?
         self.shared = False   # does somebody hold an alias of a parameter?
-        self.ran_at = None   # `n_syncs` after a step that was run again, where callbacks may draw or run something
+        self.ran_at = None   # `n_moves` after a step that was run again, where callbacks may draw or run something
         self.moved,self.tracing,self.prepared = False,False,0   # was this batch traced? programs beside the step's: what a batch needs first
 
     def __reduce__(self): return Replay, (self.learn, self.n_steps, self.warn)   # a copy of the learner records anew
@@ -301,7 +301,7 @@ def _check_learner(self:Replay, held):
     d.update(held)
     if other: raise Refused(f"a callback sets learn.{other[0]} within the step")
 
-# %% ../nbs/api/06b_replay.ipynb #aef36f3a
+# %% ../nbs/api/06b_replay.ipynb #7a860af6
 def _zeros(met, device):
     "A metric whose sum has not begun starts from zeros on the device"
     if isinstance(met, AvgSmoothLoss): met.val = met.val if is_xla(met.val) else send_batch([met.val], device)[0]
@@ -403,7 +403,7 @@ def batch(self:Replay) -> bool: # Has the step been done?
 def advance(self:Replay):
     "A step's random numbers go on where those of the batch before it have ended, and the next batch's from this batch's first"
     if not self.moved: return
-    nested = 0 if self.ran_at is None else n_syncs()-self.ran_at   # what a callback has run
+    nested = 0 if self.ran_at is None else n_moves()-self.ran_at   # what a callback has run
     manual_seed(self.seed)
     for _ in range(1+nested): advance_rng()
     self.moved,self.ran_at = False,None
@@ -423,7 +423,7 @@ def _run(self:Replay, rec, inputs):
     self.advance()
     if not self.later and self.strangers():   # numbers that they draw go on from those of the step
         manual_seed(after_draws(rng, rec.n_draws))
-        self.moved,self.ran_at = True,n_syncs()
+        self.moved,self.ran_at = True,n_moves()
     for m,n in rec.advances: m.advance(n)
     self.leave_autocast()
     self.done = done

@@ -9,7 +9,7 @@ __all__ = ['torch_xla', 'xm', 'met', 'look_every', 'device', 'is_xla', 'sync', '
            'count_xla', 'has_xla', 'fetch', 'send', 'send_batch', 'Look', 'move_module', 'pending', 'graph_text',
            'hlo_text', 'graph_hash', 'graph_debug', 'graph_scope', 'use_cache', 'memory_info', 'manual_seed',
            'rng_state', 'cannot_replay', 'tensor_id', 'buffers', 'n_holders', 'graph_inputs', 'compile_graph',
-           'run_graph', 'seed_tensor', 'advance_rng', 'next_seed', 'after_draws', 'n_draws', 'n_syncs',
+           'run_graph', 'seed_tensor', 'advance_rng', 'next_seed', 'after_draws', 'n_draws', 'n_syncs', 'n_moves',
            'settle_tensors', 'drop_pending', 'shared_scalars']
 
 # %% ../nbs/api/00_runtime.ipynb #5dc77bba
@@ -370,7 +370,7 @@ def rng_state() -> int: # State to give to `manual_seed`
     "The random state of the XLA device"
     return _XLAC._xla_get_rng_seed(_here()) if torch_xla and not _broken else 0
 
-# %% ../nbs/api/00_runtime.ipynb #ab6b2d9b
+# %% ../nbs/api/00_runtime.ipynb #a12cc883
 _graph_names = """_xla_get_tensor_id _get_tensors_handle _check_tensor_need_materialization _get_tensors_xla_device_data_node _get_seed_info_id _get_base_seed_as_tensor _get_graph_hash _xla_warm_up_cache _run_cached_graph
     _clear_pending_irs _set_buffer_donation _xla_set_rng_seed _xla_get_rng_seed _xla_sync_live_tensors _xla_tensors_from_aten _set_xla_enable_device_data_cache _set_xla_handle_special_scalars""".split()
 
@@ -466,8 +466,12 @@ def n_draws(
     return n % 10000
 
 def n_syncs() -> int:
-    "How often a `sync` or `advance_rng` has moved the random state on"
-    return (met.counter_value('MarkStep') or 0) + _advances[0]
+    "How often a `sync` has moved the random state on"
+    return met.counter_value('MarkStep') or 0
+
+def n_moves() -> int:
+    "How often a `sync` or `advance_rng` has"
+    return n_syncs() + _advances[0]
 
 def settle_tensors():
     "Compute what is written down, without moving the random state on"

@@ -17,13 +17,13 @@ from fastcore.all import *
 
 from .state import Refused
 
-# %% ../../nbs/api/05d_capture.effects.ipynb #e5075662
-_libraries = {'torch', 'torch_xla', 'torchvision', 'fastai', 'fastcore', 'fastai_xla', 'numpy', 'fasttransform', 'plum', 'math', 'operator', '_operator', 'itertools', 'functools', '_functools', 'collections',
+# %% ../../nbs/api/05d_capture.effects.ipynb #95d5ad50
+_libraries = {'torch', 'torch_xla', 'torchvision', 'fastai', 'fastcore', 'fastai_xla', 'numpy', 'fasttransform', 'plum', 'beartype', 'math', 'operator', '_operator', 'itertools', 'functools', '_functools', 'collections',
     'contextlib', 'typing', 'types', 'abc', '_abc', 'enum', 'copy', 'dataclasses'}
 _harmless = set('len isinstance issubclass getattr hasattr callable abs min max sum any all iter next sorted id round divmod pow repr hash vars'.split())
 _changes = set('append appendleft extend extendleft insert remove pop popleft popitem clear update add discard setdefault sort reverse rotate'.split())
 
-_values = {'builtins', 'random', 'datetime', 're', 'decimal', 'fractions', 'pathlib', 'string'}   # whose objects do not change, or are looked at elsewhere
+_values = {'builtins', 'random', 'datetime', 're', 'decimal', 'fractions', '_thread'}   # whose objects do not change, or are looked at elsewhere, or must not be interrupted (locks)
 
 def is_library(
     module:str, # Name of a Python module
