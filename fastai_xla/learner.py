@@ -226,7 +226,7 @@ def _do_fit(self:Learner):
         _recover(self)
         raise
 
-# %% ../nbs/api/07_learner.ipynb #b6d837fe
+# %% ../nbs/api/07_learner.ipynb #296d6dda
 def _host(o):
     if any(has_xla(v) for v in vars(o).values()): fetch_attrs(o)
 
@@ -244,6 +244,7 @@ def detach_xla(self:Learner) -> Learner: # The learner itself, on the CPU
     rec = [self.recorder.loss, self.recorder.smooth_loss] if hasattr(self, 'recorder') else []
     for o in (self, *self.cbs, *self.metrics, *rec): _host(o)
     self.remove_cb(self.xla_opt)
+    self.replayed = None
     return self
 
 # %% ../nbs/api/07_learner.ipynb #e2861907
