@@ -61,9 +61,6 @@ def closure():
         nonlocal beta
         beta = .3
     return loss,change
-def default():
-    def loss(p, y, w=1.): return ce(p, y)*w
-    return loss,lambda _: setattr(loss, '__defaults__', (.3,))
 def attribute():
     def loss(p, y): return ce(p, y)*loss.w
     loss.w = 1.
@@ -78,7 +75,7 @@ reads = dict(global_number=(lambda: learner(lambda p,y: ce(p, y)*alpha), set_alp
     host_tensor_in_place=(lambda: learner(lambda p,y: F.cross_entropy(p, y, weight=weights.to(p.device))), lambda _: weights.mul_(.5)),
     array=(lambda: learner(lambda p,y: ce(p, y)*scales[0]), lambda _: scales.fill(.3)), functions=(lambda: learner(lambda p,y: funcs[0](ce(p, y))), lambda _: funcs.__setitem__(0, torch.sqrt)),
     redefined=(lambda: learner(lambda p,y: act(ce(p, y))), set_act), patched=(lambda: learner(ce, Scaled()), patch_forward), model_settings=(lambda: learner(ce, Scaled()), lambda l: setattr(l.model[-1].cfg, 'scale', .3)),
-    metric=(lambda: learner(metrics=lambda p,y: (p.softmax(1).max(1).values > alpha-.7).float().mean()), set_alpha)) | {f.__name__: f for f in (closure, default, attribute, with_partial)}
+    metric=(lambda: learner(metrics=lambda p,y: (p.softmax(1).max(1).values > alpha-.7).float().mean()), set_alpha)) | {f.__name__: f for f in (closure, attribute, with_partial)}
 
 def story(name):
     if callable(reads[name]):

@@ -65,7 +65,7 @@ def _put_back(v, was):
 
 def _items(v): return list(v.values()) if isinstance(v, dict) else list(v) if isinstance(v, _lists) else []
 
-# %% ../../nbs/api/05f_capture.reads.ipynb #5239d1c9
+# %% ../../nbs/api/05f_capture.reads.ipynb #71e7a86f
 class Reads:
     "What the user's functions have read within a step"
     def __init__(self,
@@ -169,18 +169,18 @@ class Reads:
                 else: delattr(owner, k) if v is _missing else setattr(owner, k, v)   # of a class, or of an object with `__slots__`
         for f,n in self.caches.values():
             if f.cache_info().currsize != n: f.cache_clear()   # it may hold tensors of the trace
-        self._find_functions()
+        self.caches,self._seen = {},set()
         self.places = {at: (d, k, kept, v if kept == id(v) else None, path, owner) for at,(d,k,kept,v,_,path,owner) in self.places.items()}
         return found
 
-    def _find_functions(self):
-        "Add variables of enclosing functions, and defaults"
-        self._seen = set()
-        for f in gc.get_referrers(*self.codes) if self.codes else ():
-            if not isinstance(f, FunctionType) or f.__code__ not in self.codes: continue
+    def find_variables(self):
+        "Add the variables of enclosing functions; the garbage collector knows which functions have them"
+        codes = [c for c in self.codes if c.co_freevars]
+        for f in gc.get_referrers(*codes) if codes else ():
+            if not isinstance(f, FunctionType) or f.__code__ not in codes: continue
             for n,c in zip(f.__code__.co_freevars, f.__closure__ or ()): self._read(c, 'cell_contents', f.__code__, n)
-            for n in ('__defaults__', '__kwdefaults__'): self._read(f, n, f.__code__, f'{f.__name__}.{n}')
-        self.codes = self.caches = self._seen = None
+        self.places = {at: o if len(o) == 6 else (*o[:3], o[3] if o[2] == id(o[3]) else None, *o[5:]) for at,o in self.places.items()}
+        self.codes,self._seen = set(),set()
 
     def moved(self) -> str: # Where; empty if there is none
         "A place that holds another value than in the step"

@@ -275,7 +275,7 @@ def _is(v, c):
     if c.is_floating_point(): return isinstance(v, (int, float)) and torch.tensor(v, dtype=c.dtype).item() == c.item()
     return c.dtype != torch.bool and isinstance(v, int) and v == c.item()
 
-# %% ../../nbs/api/05c_capture.step.ipynb #711a622d
+# %% ../../nbs/api/05c_capture.step.ipynb #624bd602
 class Recording:
     "A step as one compiled graph, with the books that its Python would have kept"
     def __init__(self,
@@ -293,6 +293,7 @@ class Recording:
     def _compile(self, first, trace):
         for n in 'tape hash sources names ids buffers consts meanings updated replaced outs counts grads reads n_draws'.split(): setattr(self, n, getattr(trace, n))
         self._compare(first)
+        self.reads.find_variables()
         for k,c in self.consts.items():
             if self.buffers[k] == first.buffers[k] and (c.dim() or self.ids[k] == first.ids[k] >= 0): raise Refused(f"the step reads a tensor of shape {tuple(c.shape)} that is no attribute of the model, the loss or a callback, where a change of it would go unseen; make it a buffer of a module, or an attribute")
         in_place = {i for i,_ in self.updated}
