@@ -7,36 +7,22 @@ Docs: https://fastai-xla.github.io/fastai_xla/api/loop.html.md"""
 # %% auto #0
 __all__ = []
 
-# %% ../nbs/api/06c_loop.ipynb #bfad070f
-from itertools import islice
-
+# %% ../nbs/api/06c_loop.ipynb #6d6b2001
 from fastcore.all import *
 from fastai.callback.core import *
 from fastai.callback.fp16 import MixedPrecision
 from fastai.learner import Learner, CastToTensor
 
 from .runtime import *
-from .data import Fed, feed, feedable
+from .data import Fed, feed, feedable, in_groups
 from .capture.step import *
 from .replay import *
 
-# %% ../nbs/api/06c_loop.ipynb #40cb190f
+# %% ../nbs/api/06c_loop.ipynb #acbdef69
 def _replay(learn):
     "The learner's `Replay`, where it is on"
     cb = learn.__dict__.get('xla_opt')
     return cb and cb.replay
-
-def _chunks(it, n):
-    "Lists of `n` of `it`; those before an exception come before it"
-    failed = None
-    while failed is None:
-        res = []
-        try:
-            for o in islice(it, n): res.append(o)
-        except Exception as e: failed = e
-        if not res: break
-        yield res
-    if failed: raise failed
 
 def _own(learn): return all(getattr(type(learn), n) is getattr(Learner, n) and n not in learn.__dict__ for n in ('one_batch', '_do_one_batch'))   # else they are given what fastai gives them
 
@@ -46,7 +32,7 @@ def all_batches(self:Learner):
     r,self.n_iter,i = _replay(self),len(self.dl),0
     r.looping = True
     try:
-        for feds in _chunks(feed(self.dl, r.n_steps), r.n_steps):
+        for feds in in_groups(feed(self.dl, r.n_steps), r.n_steps):
             if len(feds) == 1 or len(feds) < r.n_steps or not r.several(i, feds):
                 for j,fed in enumerate(feds): self.one_batch(i+j, fed)
             i += len(feds)

@@ -7,10 +7,9 @@ Docs: https://fastai-xla.github.io/fastai_xla/api/replay.html.md"""
 # %% auto #0
 __all__ = ['in_step', 'loss_module', 'Replay', 'hypers_of', 'next_batch']
 
-# %% ../nbs/api/06b_replay.ipynb #da521efb
+# %% ../nbs/api/06b_replay.ipynb #5ca8780c
 import warnings
 from collections import Counter
-from functools import partial
 from operator import attrgetter, is_
 from contextlib import contextmanager
 from types import MethodType, SimpleNamespace
@@ -50,7 +49,7 @@ def _is_stranger(cb): return not type(cb).__module__.startswith(('fastai.', 'fas
 _cancels = (CancelBatchException, CancelTrainException, CancelValidException, CancelEpochException, CancelFitException)
 _sums = (AvgMetric, AvgLoss, AvgSmoothLoss)   # metrics whose state is a sum and a count
 
-# %% ../nbs/api/06b_replay.ipynb #9d42542f
+# %% ../nbs/api/06b_replay.ipynb #141dc0a6
 def loss_module(
     learn:Learner, # Any learner
 ) -> nn.Module|None: # The loss, or the one in it; `None` where it is a function
@@ -71,6 +70,8 @@ class Replay:
         self.failed = {True: 0, False: 0}   # training? -> kinds of batches refused since one was recorded
         self.texts = {}   # reason -> how it was told first
         self.used = set()   # kinds of batches in this fit
+        self.moving = set()   # reasons that hold for one fit
+        self.given = None   # what metrics within the step were computed of
         self.cbs,self.acts = None,{}   # callbacks as they were, and who of them acts on what
         self.reason,self.plain = '',Counter()   # why the last batch was stepped plainly; reason -> batches of this fit
         self.looping = False   # in fastai's loop, where nobody's code runs between two batches but callbacks'
@@ -89,7 +90,7 @@ class Replay:
         for key in [k for k in self.held if k not in self.used]: del self.recs[key],self.held[key]   # not used in the last fit
         for key,recs in self.recs.items():
             if not isinstance(recs, str): self.recs[key] = [r for r in recs if not r.reads.moved()]
-            elif 'time and again' in recs: self.recs[key] = []
+            elif recs in self.moving: self.recs[key] = []
         self.used,self.key,self.quiet = set(),None,False
         self.failed = {True: 0, False: 0}
 
@@ -218,7 +219,7 @@ def _places(self:Replay):
     roots |= {f'after_batch.{type(f).__name__}': f for f in self._tfms() if hasattr(f, '__dict__')}
     return Places({'model': learn.model, 'loss': loss_module(learn) or {}} | roots, skip=('learn', 'hypers', 'param_groups', 'param_lists', 'hook_func'))
 
-# %% ../nbs/api/06b_replay.ipynb #d52e263b
+# %% ../nbs/api/06b_replay.ipynb #617e943c
 def _accumulate(met, learn):
     "A sum that is updated in place stays the same tensor, where fastai would give it the loss's type"
     was = getattr(met, 'total', None)
@@ -262,7 +263,7 @@ def next_batch(
 @patch
 def _record(self:Replay, inputs):
     learn = self.learn
-    if any(isinstance(t, torch.Tensor) and t.requires_grad for t in inputs): raise Refused("a batch has a graph of its own, through which gradients would flow once")
+    if any(isinstance(t, torch.Tensor) and t.requires_grad for t in inputs): raise Refused("a batch has a graph of its own, through which gradients flow once; `detach()` the dataset's items where they need none")
     def numbers(): return _numbers_of(self.optimizers(), [*self.mets, *self.actors, learn], self.later)
     start = {}
     def traced(j):
@@ -301,7 +302,7 @@ def _check_learner(self:Replay, held):
     d.update(held)
     if other: raise Refused(f"a callback sets learn.{other[0]} within the step")
 
-# %% ../nbs/api/06b_replay.ipynb #7a860af6
+# %% ../nbs/api/06b_replay.ipynb #8feccfb0
 def _zeros(met, device):
     "A metric whose sum has not begun starts from zeros on the device"
     if isinstance(met, AvgSmoothLoss): met.val = met.val if is_xla(met.val) else send_batch([met.val], device)[0]
@@ -342,7 +343,9 @@ def _refuse(self:Replay, e):
     why = self.reason = self.texts.setdefault(getattr(e, 'why', text), text)
     self.why[why] += 1
     self.failed[self.learn.training] += 1
-    self.recs[self.key] = self.kind = why if self.why[why] > 1 or not getattr(e, 'again', True) else []
+    final = not getattr(e, 'again', True)
+    if final: self.moving.add(why)
+    self.recs[self.key] = self.kind = why if final or self.why[why] > 1 else []
     if self.warn and self.kind: warnings.warn(f"Steps cannot be replayed, and each is traced anew: {why}.")
     if self.mixed and not torch.is_autocast_enabled('xla'): self.mixed.autocast.__enter__()
 
@@ -374,7 +377,7 @@ def batch(self:Replay) -> bool: # Has the step been done?
     try:
         self.tracing = rec is None or not rec.proved
         if rec is None:
-            if len(moved := [r.moved for r in recs if r.moved]) > 1: raise Refused(f"{moved[0]}, which the step reads, has another value time and again", again=False)
+            if len(moved := [r.moved for r in recs if r.moved]) > 1: raise Refused(f"{moved[0]}, which the step reads, has another value time and again; a number that changes may be one of the learner's, as `learn.alpha`: those are inputs of the recording", again=False)
             if len(recs) == 4: raise Refused("Python numbers decide what the step does, each time otherwise")
             rec = self._record(inputs)
             recs.append(rec)
@@ -431,10 +434,10 @@ def _run(self:Replay, rec, inputs):
     if rec.end: raise rec.end()
 
 @patch
-def _check_given(self:Replay, pred, loss, yb):
+def _check_given(self:Replay):
     "Warn where a callback has changed what metrics are computed of, after they were"
-    learn = self.learn
-    if self.late or learn.pred is pred and learn.loss is loss and learn.yb is yb: return
+    learn,given,self.given = self.learn,self.given,None
+    if self.late or all(map(is_, given, (learn.pred, learn.loss, learn.yb))): return
     self.late = True
     warnings.warn("A callback changes `learn.pred`, `learn.loss` or `learn.yb` in `after_batch`, before the recorder looks at them. On XLA metrics are part of the step, so those of this batch are without the change; from the next batch on they are computed after it. "
                   "In `after_pred` or `after_loss` the same change costs nothing.")
@@ -446,4 +449,5 @@ def take(self:Replay,
     "Give the learner what the step has left"
     learn,done = self.learn,self.done[j]
     learn.xb,learn.yb,learn.pred,learn.loss = (done[k] for k in ('xb', 'yb', 'pred', 'loss'))
-    learn.loss_grad,learn.replayed = learn.loss,SimpleNamespace(others=self.others, smooth_loss=done.get('smooth_loss'), check=partial(self._check_given, learn.pred, learn.loss, learn.yb))
+    learn.loss_grad,learn.replayed = learn.loss,SimpleNamespace(others=self.others, smooth_loss=done.get('smooth_loss'), check=self._check_given)
+    self.given = learn.pred,learn.loss,learn.yb

@@ -370,7 +370,7 @@ def rng_state() -> int: # State to give to `manual_seed`
     "The random state of the XLA device"
     return _XLAC._xla_get_rng_seed(_here()) if torch_xla and not _broken else 0
 
-# %% ../nbs/api/00_runtime.ipynb #a12cc883
+# %% ../nbs/api/00_runtime.ipynb #a5584663
 _graph_names = """_xla_get_tensor_id _get_tensors_handle _check_tensor_need_materialization _get_tensors_xla_device_data_node _get_seed_info_id _get_base_seed_as_tensor _get_graph_hash _xla_warm_up_cache _run_cached_graph
     _clear_pending_irs _set_buffer_donation _xla_set_rng_seed _xla_get_rng_seed _xla_sync_live_tensors _xla_tensors_from_aten _set_xla_enable_device_data_cache _set_xla_handle_special_scalars""".split()
 
@@ -454,6 +454,7 @@ def after_draws(
     seed:int, # Random state
     n:int, # Times that random numbers have been drawn since
 ) -> int: # Random state
+    "The random state once numbers have been drawn, before a `sync`"
     for _ in range(n): seed = (2531011 + seed*214013) % 2**64   # as torch_xla's `GetRngSeed`
     return seed
 
@@ -461,9 +462,11 @@ def n_draws(
     start:int, # Random state
     end:int, # Random state
 ) -> int: # Times that random numbers were drawn in between; 0 if that cannot be told
-    n = 0
-    while start % 2**64 != end % 2**64 and n < 10000: start,n = after_draws(start, 1),n+1
-    return n % 10000
+    "The inverse of `after_draws`"
+    for n in range(10000):
+        if start % 2**64 == end % 2**64: return n
+        start = after_draws(start, 1)
+    return 0
 
 def n_syncs() -> int:
     "How often a `sync` has moved the random state on"

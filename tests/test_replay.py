@@ -144,14 +144,25 @@ def annealed():
     scale['of'] = 1.
     return image_learner(cbs=[Anneals()], loss_func=scaled_loss)
 
+def hidden_loss(pred, y): return F.cross_entropy(pred, y)*getattr(hidden, 'sca'+str().join('le'))
+class Hidden:
+    __slots__ = ('scale',)
+hidden = Hidden()
+class AnnealsHidden(Callback):
+    def after_batch(self): hidden.scale *= .9
+def annealed_hidden():
+    "Its name does not stand in the code"
+    hidden.scale = 1.
+    return image_learner(cbs=[AnnealsHidden()], loss_func=hidden_loss)
+
 @pytest.mark.parametrize('name,make,why', [('a log', with_cbs(Logs), r'Logs.after_loss \(line \d+\) changes a list'), ('a read', with_cbs(Reads), 'value of a tensor is read'),
-    ('host randomness', with_cbs(Draws), 'random numbers on the host'), ('a changing number', annealed, 'has another value')])
+    ('host randomness', with_cbs(Draws), 'random numbers on the host'), ('a changing number', annealed, 'scale.*has another value'), ('a hidden number', annealed_hidden, 'constant of the graph changes')])
 def test_not_replayed(name, make, why):
     "What a recording would freeze or leave out is stepped plainly, with the reason"
     log.clear()
     learn,probe = compare(make)
     assert any(re.search(why, w) for w in learn.xla_opt.replay.why), learn.xla_opt.replay.why
-    assert sum(c.traced for t,_,c in probe.rows if t) <= 6 and sum(c.traced for t,_,c in probe.rows if not t) <= 5   # then it is given up
+    assert sum(c.traced for t,_,c in probe.rows if t) <= 6 and sum(c.traced for t,_,c in probe.rows if not t) <= 4 + (name == 'a changing number')   # then it is given up: that one at the third value
     if name == 'a log': assert len(log) == 2*len(probe.rows)
 
 def test_counts_at_every_batch():
@@ -163,11 +174,10 @@ def test_counts_at_every_batch():
     assert learn.counts.n == len(probe.rows) == n_runs(learn)
 
 def test_guard_is_needed(monkeypatch):
-    "Without the comparison of two traces, and a look at what was read, the changing number is frozen"
-    from fastai_xla.capture.step import Reads, Recording
+    "Without the comparison of two traces a changing number is frozen whose name nobody sees"
+    from fastai_xla.capture.step import Recording
     monkeypatch.setattr(Recording, 'verify', lambda self, inputs: None)
-    monkeypatch.setattr(Reads, 'moved', lambda self: '')
-    with pytest.raises(AssertionError): compare(annealed)
+    with pytest.raises(AssertionError): compare(annealed_hidden)
 
 def test_exception_within_step():
     "An exception of the user's passes through, and the weights are those of the last whole step"

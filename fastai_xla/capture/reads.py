@@ -31,7 +31,7 @@ def _names(code):
     texts = frozenset(o for o in code.co_consts if isinstance(o, str) and o.isidentifier())
     return at('LOAD_GLOBAL', 'LOAD_NAME'),at('LOAD_ATTR', 'LOAD_METHOD') | texts,at('STORE_ATTR')
 
-# %% ../../nbs/api/05f_capture.reads.ipynb #f589f0c1
+# %% ../../nbs/api/05f_capture.reads.ipynb #e6d7d117
 _plain = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _lists = (list, tuple, set, frozenset, deque, L)
 _draws = (random.Random, np.random.Generator, np.random.RandomState, np.random.BitGenerator, torch.Generator)
@@ -46,7 +46,8 @@ def _moves(v):
     "Is `v` another one once it has been used, or a method of such an object?"
     if isinstance(v, partial): v = v.func
     v = getattr(v, '__self__', v) if isinstance(v, (BuiltinMethodType, MethodType, MethodWrapperType)) else v
-    return v is not random._inst and isinstance(v, _draws) and v is not np.random.mtrand._rand or hasattr(type(v), '__next__')
+    own = isinstance(v, _draws) and v is not random._inst and v is not np.random.mtrand._rand   # of the global ones the state is compared
+    return own or hasattr(type(v), '__next__')
 
 def _copy(v):
     "What is put back where a step has changed `v` in place"
@@ -65,7 +66,7 @@ def _put_back(v, was):
 
 def _items(v): return list(v.values()) if isinstance(v, dict) else list(v) if isinstance(v, _lists) else []
 
-# %% ../../nbs/api/05f_capture.reads.ipynb #71e7a86f
+# %% ../../nbs/api/05f_capture.reads.ipynb #95295532
 class Reads:
     "What the user's functions have read within a step"
     def __init__(self,
@@ -97,7 +98,7 @@ class Reads:
             for k in [k for k,f in vars(c).items() if k == code.co_name or getattr(f, '__code__', None) is code]: self._read(vars(c), k, None, f'{c.__name__}.{k}', c)
 
     def _refuse(self, v, path):
-        if _moves(v): raise Refused(f"the step may draw from {path}, a {type(v).__name__}, and nobody would move that on")
+        if _moves(v): raise Refused(f"the step may draw from {path}, a {type(v).__name__}, and nobody would move that on; draw on the device, e.g. torch.rand(n, device=x.device)")
 
     def _read(self, d, k, code, path, owner=None, new=False):
         v = _get(d, k)
@@ -110,7 +111,7 @@ class Reads:
         "Follow the attributes whose names stand in the code, and all plain ones of objects that are no modules, callbacks or the like"
         if isinstance(v, (torch.Tensor, *_plain)) or depth > 4 or (id(v), code) in self._seen: return
         self._seen.add((id(v), code))
-        if hasattr(v, 'cache_clear'): self.caches.setdefault(id(v), (v, v.cache_info().currsize))
+        if hasattr(v, 'cache_info'): self.caches.setdefault(id(v), (v, v.cache_info().currsize))
         for o in _items(v)[:1000]:
             self._refuse(o, path)
             self._walk(o, code, path, depth+1)
@@ -169,19 +170,18 @@ class Reads:
                 else: delattr(owner, k) if v is _missing else setattr(owner, k, v)   # of a class, or of an object with `__slots__`
         for f,n in self.caches.values():
             if f.cache_info().currsize != n: f.cache_clear()   # it may hold tensors of the trace
-        self.caches,self._seen = {},set()
-        self.places = {at: (d, k, kept, v if kept == id(v) else None, path, owner) for at,(d,k,kept,v,_,path,owner) in self.places.items()}
         return found
 
     def find_variables(self):
-        "Add the variables of enclosing functions; the garbage collector knows which functions have them"
+        "Add the variables of enclosing functions; the garbage collector knows which functions have them. Then keep no more than `moved` needs"
+        self._seen = set()
         codes = [c for c in self.codes if c.co_freevars]
         for f in gc.get_referrers(*codes) if codes else ():
             if not isinstance(f, FunctionType) or f.__code__ not in codes: continue
             for n,c in zip(f.__code__.co_freevars, f.__closure__ or ()): self._read(c, 'cell_contents', f.__code__, n)
-        self.places = {at: o if len(o) == 6 else (*o[:3], o[3] if o[2] == id(o[3]) else None, *o[5:]) for at,o in self.places.items()}
-        self.codes,self._seen = set(),set()
+        self.places = {at: (d, k, kept, v if kept == id(v) else None, None, path, owner) for at,(d,k,kept,v,_,path,owner) in self.places.items()}
+        self.codes,self.caches,self._seen = set(),{},set()
 
     def moved(self) -> str: # Where; empty if there is none
         "A place that holds another value than in the step"
-        return first(path for d,k,kept,_,path,_ in self.places.values() if self._kept(_get(d, k)) != kept) or ''
+        return first(path for d,k,kept,_,_,path,_ in self.places.values() if self._kept(_get(d, k)) != kept) or ''

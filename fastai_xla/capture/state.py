@@ -64,7 +64,7 @@ class Places:
         counters = {k for k,v in m.__dict__.items() if type(v) is int} if hasattr(m, 'step_key') else set()   # such a module says itself what a step does with them
         self._items(m.__dict__, path + '.', skip=_module_attrs | counters)
 
-# %% ../../nbs/api/05b_capture.state.ipynb #8be1a515
+# %% ../../nbs/api/05b_capture.state.ipynb #2350479c
 class Memory:
     "What all places held, and the gradients of parameters"
     def __init__(self,
@@ -108,7 +108,8 @@ class Memory:
         data = dict(zip(buffers(ts), ts))
         for t,b,c in changed: t.data = data.get(b, c)   # the latter where the step has computed all there was
         with torch.no_grad():
-            for t,was,_ in self.host: t.copy_(was)
+            for t,was,_ in self.host:
+                if not torch.equal(t, was): t.copy_(was)   # else it would count as written to
         for p,g,r in zip(self.params, self.grads, self.trains):
             if p.grad is not g: p.grad = g
             p.requires_grad_(r)

@@ -131,7 +131,7 @@ class Numbers:
         res = {n: get_number(d, k) for n,(d,k) in self.first.items()} | {(j, *n): v for j,o in enumerate(self.later, 1) for n,v in o.items()}
         return res if all(get_number(d, k) == res[n] for d,k,n in self.same) else None
 
-# %% ../../nbs/api/05c_capture.step.ipynb #f1c9e5ec
+# %% ../../nbs/api/05c_capture.step.ipynb #5727bc48
 aliased = "somebody holds an alias or a view of what the step updates, such as `p.detach()` of a parameter; `p.detach().clone()` holds the values"
 
 class Trace:
@@ -156,7 +156,7 @@ class Trace:
             try:
                 with no_host_draws(), shared_scalars(), recorded_math(), torch.autograd.set_multithreading_enabled(False), no_effects(self.reads): outs = [self._step(fn, j, numbers) for j in range(len(numbers.later)+1)]
             finally: changed = self.reads.restore()
-            if changed: raise Refused(f"{changed} changes within the step")
+            if changed: raise Refused(f"{changed} changes within the step; in `before_batch` and `after_batch` callbacks run as Python at every batch")
             self.n_draws = n_draws(self.seeds[-1], rng_state())
             c = xla_counts() - c0
             if c.fallbacks: raise Refused(f"operators without an XLA kernel run on the CPU: {', '.join(c.fallbacks)}")
