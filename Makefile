@@ -2,12 +2,13 @@
 # make test    run every notebook and every test
 # make docs    build the site in _docs/
 # make bench   time a training step beside other loops, JAX and the CPU; ARGS='--models convnet' for a part, in some five minutes
+# make foreign NBS=folder   run notebooks of others on the CPU and on XLA and compare; ARGS='--recipes tests/foreign/recipes/fastai --out results.csv'
 # All of them make .venv first, with everything that is needed.
 PYTHON ?= python3
 BIN := .venv/bin
 TPU := $(if $(wildcard /dev/accel0 /dev/vfio/0),[tpu])
 
-.PHONY: demo test docs readme bench clean
+.PHONY: demo test docs readme bench foreign clean
 
 demo: .venv/installed
 	$(BIN)/fastai_xla_demo
@@ -20,6 +21,9 @@ docs: .venv/installed-docs
 
 bench: .venv/installed-bench
 	$(BIN)/python benchmarks/steps.py $(ARGS)
+
+foreign: .venv/installed-dev
+	$(BIN)/python -m tests.foreign $(NBS) $(ARGS)
 
 readme: .venv/installed-docs
 	$(BIN)/python docs/build.py readme

@@ -1,0 +1,98 @@
+"One run of one notebook in this process: python -m tests.foreign.child JOB.json; a line of JSON for each cell goes to the job's file"
+import contextlib, json, os, random, sys, time, traceback, warnings
+from pathlib import Path
+
+seed = 20
+
+def reseed(mode):
+    import numpy as np, torch
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    if mode == 'xla':
+        from fastai_xla.runtime import manual_seed
+        manual_seed(seed)
+
+def start(job):
+    "The shell in which cells run, with everything replaced that has to be"
+    import fastai.vision.all, fastai.text.all, fastai.tabular.all, fastai.collab, fastai.vision.gan, fastai.callback.all
+    from IPython.core.interactiveshell import InteractiveShell
+    from . import prepare, standins
+    making = None
+    prepare.no_downloads(job['data'], standins.makers(job['recipes']))
+    prepare.no_pretrained()
+    if not job['dropout']: prepare.no_dropout()
+    if job['mode'] == 'xla':
+        import fastai_xla.all
+        making = prepare.learners_on_xla()
+    shell = InteractiveShell.instance()
+    shell.showtraceback = shell.showsyntaxerror = lambda *args, **kwargs: None
+    return shell,making
+
+def module_names(module):
+    import importlib
+    return {k: v for k,v in vars(importlib.import_module(module)).items() if not k.startswith('__')}
+
+def shown(captured):
+    texts = [captured.stdout]
+    for o in captured.outputs:
+        data = getattr(o, 'data', None) or {}
+        texts.append(str(data.get('text/plain') or data.get('text/html') or ''))
+    return '\n'.join(t for t in texts if t)
+
+def run_cell(shell, source):
+    from IPython.utils.capture import capture_output
+    began = time.monotonic()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter('always')
+        with capture_output() as captured: res = shell.run_cell(source, store_history=False)
+    error = res.error_in_exec or res.error_before_exec
+    where = traceback.extract_tb(error.__traceback__)[-6:] if error else []
+    return dict(seconds=round(time.monotonic()-began, 2), text=shown(captured),
+        error=error and [type(error).__name__, str(error)], where=[f'{Path(o.filename).name}:{o.lineno} {o.name}' for o in where],
+        warnings=sorted({(w.category.__name__, str(w.message)) for w in told}))
+
+def observed(shell, mode, before):
+    "State of the learners that the cell has changed, and what their fits have cost"
+    from . import observe
+    res = {}
+    for name,learn in observe.learners(shell.user_ns).items():
+        now = observe.state(learn)
+        if before.get(name) == (id(learn), now): continue
+        before[name] = (id(learn), now)
+        res[name] = now
+        if mode == 'xla' and hasattr(learn, 'xla_opt'):
+            with contextlib.suppress(Exception): res[name] = now | dict(cost=observe.cost(learn))
+    return res
+
+def main(job):
+    from . import observe
+    out = open(job['out'], 'a', buffering=1)
+    tell = lambda **kwargs: out.write(json.dumps(kwargs)+'\n')
+    shell,making = start(job)
+    plt = sys.modules.get('matplotlib.pyplot')
+    before,loaded = {},False
+    if job['setup']: shell.run_cell(job['setup'], store_history=False).raise_error()
+    tell(ready=True)
+    for cell in job['cells']:
+        if cell['export'] and job['module']:
+            if not loaded: shell.user_ns.update(module_names(job['module']))
+            loaded = True
+            continue
+        tell(start=cell['number'])
+        reseed(job['mode'])
+        drawn = observe.draws() if job['mode'] == 'xla' else 0
+        res = run_cell(shell, cell['source'])
+        if plt: plt.close('all')
+        res['learners'] = observed(shell, job['mode'], before)
+        if job['mode'] == 'xla':
+            res['draws'] = observe.draws()-drawn
+            res['unmoved'],making.unmoved = making.unmoved,[]
+        tell(cell=cell['number'], **res)
+    tell(end=True)
+    out.close()
+
+if __name__ == '__main__':
+    main(json.loads(Path(sys.argv[1]).read_text()))
+    sys.stdout.flush()
+    os._exit(0)   # no clean-up of threads that a notebook has left
