@@ -41,7 +41,7 @@ planted = {
         'of drawn': "print(noise.sum())",
         'not of drawn': "print(1. + on_xla(learn))"}}
 recipes = {'clean': "skip = {'left out': 'planted'}\nreplace = {'3 == 4': '3 == 3'}\nsetup = 'from_setup = 1'",
-    'planted': "dropout = False\ncell_seconds = 25"}
+    'planted': "dropout = False\ncell_seconds = 15"}
 expected = {
     'clean': {'imports': 'same', 'learner': 'same', 'fit': 'same', 'fails on both': 'fails on CPU too', 'no number': 'left out', 'marked slow': 'left out',
         'old flag': 'left out', 'by recipe': 'left out', 'replaced': 'same', 'of setup': 'same', 'shown': 'same'},

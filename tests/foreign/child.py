@@ -1,11 +1,16 @@
-"One run of one notebook in this process: python -m tests.foreign.child JOB.json; a line of JSON for each cell goes to the job's file"
-import contextlib, json, os, random, sys, time, traceback, warnings
+"One run of one notebook in this process; a line of JSON for each cell goes to the job's file"
+import contextlib, importlib, json, random, time, traceback, warnings
 from pathlib import Path
+import fastai.vision.all, fastai.text.all, fastai.tabular.all, fastai.collab, fastai.vision.gan, fastai.callback.all
+import matplotlib.pyplot as plt, numpy as np, torch
+from IPython.core.interactiveshell import InteractiveShell
+from IPython.utils.capture import capture_output
+from traitlets.config import Config
+from . import observe, prepare, standins
 
 seed = 20
 
 def reseed(mode):
-    import numpy as np, torch
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
@@ -15,22 +20,19 @@ def reseed(mode):
 
 def start(job):
     "The shell in which cells run, with everything replaced that has to be"
-    import fastai.vision.all, fastai.text.all, fastai.tabular.all, fastai.collab, fastai.vision.gan, fastai.callback.all
-    from IPython.core.interactiveshell import InteractiveShell
-    from . import prepare, standins
     making = None
     prepare.no_downloads(job['data'], standins.makers(job['recipes']))
     prepare.no_pretrained()
     if not job['dropout']: prepare.no_dropout()
     if job['mode'] == 'xla':
         import fastai_xla.all
-        making = prepare.learners_on_xla()
-    shell = InteractiveShell.instance()
+        making = prepare.learners(lambda learn: learn.to_xla())
+    if job['mode'] == 'nudged': prepare.learners(prepare.nudge)
+    shell = InteractiveShell.instance(config=Config(HistoryManager=dict(enabled=False)))
     shell.showtraceback = shell.showsyntaxerror = lambda *args, **kwargs: None
     return shell,making
 
 def module_names(module):
-    import importlib
     return {k: v for k,v in vars(importlib.import_module(module)).items() if not k.startswith('__')}
 
 def shown(captured):
@@ -41,7 +43,6 @@ def shown(captured):
     return '\n'.join(t for t in texts if t)
 
 def run_cell(shell, source):
-    from IPython.utils.capture import capture_output
     began = time.monotonic()
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter('always')
@@ -54,7 +55,6 @@ def run_cell(shell, source):
 
 def observed(shell, mode, before):
     "State of the learners that the cell has changed, and what their fits have cost"
-    from . import observe
     res = {}
     for name,learn in observe.learners(shell.user_ns).items():
         now = observe.state(learn)
@@ -66,11 +66,9 @@ def observed(shell, mode, before):
     return res
 
 def main(job):
-    from . import observe
     out = open(job['out'], 'a', buffering=1)
     tell = lambda **kwargs: out.write(json.dumps(kwargs)+'\n')
     shell,making = start(job)
-    plt = sys.modules.get('matplotlib.pyplot')
     before,loaded = {},False
     if job['setup']: shell.run_cell(job['setup'], store_history=False).raise_error()
     tell(ready=True)
@@ -83,7 +81,7 @@ def main(job):
         reseed(job['mode'])
         drawn = observe.draws() if job['mode'] == 'xla' else 0
         res = run_cell(shell, cell['source'])
-        if plt: plt.close('all')
+        plt.close('all')
         res['learners'] = observed(shell, job['mode'], before)
         if job['mode'] == 'xla':
             res['draws'] = observe.draws()-drawn
@@ -91,8 +89,3 @@ def main(job):
         tell(cell=cell['number'], **res)
     tell(end=True)
     out.close()
-
-if __name__ == '__main__':
-    main(json.loads(Path(sys.argv[1]).read_text()))
-    sys.stdout.flush()
-    os._exit(0)   # no clean-up of threads that a notebook has left

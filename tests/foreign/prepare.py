@@ -1,5 +1,5 @@
 "What is replaced in a process before its first cell: downloads, pretrained weights, and, for the run on XLA, the making of learners"
-import functools, hashlib, sys, tempfile
+import functools, hashlib, sys
 from pathlib import Path
 import torch
 from torch import nn
@@ -69,14 +69,14 @@ def no_dropout():
 # Learners
 
 class Making:
-    "Each learner is put on XLA once its outermost constructor or factory is done, as a user would write it"
-    def __init__(self): self.depth,self.unmoved = 0,[]
+    "What is done to each learner once its outermost constructor or factory is done, as a user would write `.to_xla()` there"
+    def __init__(self, act): self.act,self.depth,self.unmoved = act,0,[]
 
     def moved(self, learn):
         from fastai.learner import Learner
         if self.depth or not isinstance(learn, Learner): return
-        if getattr(learn, 'dls', None) is None: self.unmoved.append('a learner without dataloaders')
-        else: learn.to_xla()
+        if getattr(learn, 'dls', None) is None or getattr(learn, 'model', None) is None: self.unmoved.append('a learner without dataloaders or model')
+        else: self.act(learn)
 
     def factory(self, f):
         @functools.wraps(f)
@@ -106,9 +106,16 @@ def _below(cls): return [cls] + [s for c in cls.__subclasses__() for s in _below
 factories = ('vision_learner', 'cnn_learner', 'unet_learner', 'language_model_learner', 'text_classifier_learner',
              'tabular_learner', 'collab_learner', 'load_learner')
 
-def learners_on_xla():
+def nudge(learn):
+    "Change weights by a relative 1e-7: what comes of it is how far rounding can go"
+    g = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for p in learn.model.parameters(): p *= 1 + 1e-7*torch.randint(-1, 2, p.shape, generator=g).to(p.device)
+
+def learners(act):
+    "Have `act` done to each learner that is made from now on"
     import fastai.learner
-    Learner,making = fastai.learner.Learner,Making()
+    Learner,making = fastai.learner.Learner,Making(act)
     found = {f for m in list(sys.modules.values()) if getattr(m, '__name__', '').startswith('fastai.') for n in factories
              if (f := vars(m).get(n))}
     for f in found: replace_everywhere(f, making.factory(f))
