@@ -1,7 +1,10 @@
 "One run of one notebook in this process; a line of JSON for each cell goes to the job's file"
-import contextlib, importlib, json, random, time, traceback, warnings
+import contextlib, importlib, json, random, re, time, traceback, warnings
 from pathlib import Path
 import fastai.vision.all, fastai.text.all, fastai.tabular.all, fastai.collab, fastai.vision.gan, fastai.callback.all
+from fastai.callback.core import TrainEvalCallback
+from fastai.callback.progress import ProgressCallback
+from fastai.learner import CastToTensor, Recorder, defaults
 import matplotlib.pyplot as plt, numpy as np, torch
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.utils.capture import capture_output
@@ -34,6 +37,18 @@ def start(job):
 
 def module_names(module):
     return {k: v for k,v in vars(importlib.import_module(module)).items() if not k.startswith('__')}
+
+class DefaultCallbacks:
+    "`defaults.callbacks` as it would be had nothing been imported but what the cells so far import"
+    learner = re.compile(r'from fastai\.(?!data|torch_|optimizer|imports|losses|layers|callback\.core|text\.core)')
+    progress = re.compile(r'from fast(ai\.((vision|text|tabular|callback|medical)\.all|callback\.progress|collab)|book) import')
+    def __init__(self): defaults.callbacks = [TrainEvalCallback]
+    def before(self, cell):
+        source = cell['source']
+        if self.learner.search(source): self.add(Recorder, CastToTensor)
+        if self.progress.search(source): self.add(Recorder, ProgressCallback, CastToTensor)
+        if cell['export'] and 'defaults.callbacks.append' in source: self.add(*(c for c in (Recorder, ProgressCallback, CastToTensor) if c.__name__ in source))
+    def add(self, *cbs): defaults.callbacks += [c for c in cbs if c not in defaults.callbacks]
 
 def shown(captured):
     texts = [captured.stdout]
@@ -69,10 +84,11 @@ def main(job):
     out = open(job['out'], 'a', buffering=1)
     tell = lambda **kwargs: out.write(json.dumps(kwargs)+'\n')
     shell,making = start(job)
-    before,loaded = {},False
+    before,loaded,callbacks = {},False,DefaultCallbacks()
     if job['setup']: shell.run_cell(job['setup'], store_history=False).raise_error()
     tell(ready=True)
     for cell in job['cells']:
+        callbacks.before(cell)
         if cell['export'] and job['module']:
             if not loaded: shell.user_ns.update(module_names(job['module']))
             loaded = True

@@ -5,7 +5,7 @@ from .observe import numbers_and_words
 tolerance = 1e-4   # Relative
 as_rounding = 30   # Times what a change of the weights by 1e-7 makes on the CPU
 bad = ('differs', 'fails only on XLA', 'crash on XLA', 'timeout on XLA')
-verdicts = ('same', 'rounding', 'random', *bad, 'passes only on XLA', 'fails on CPU too', 'left out', 'library')
+verdicts = ('same', 'rounding', 'random', 'warns', *bad, 'passes only on XLA', 'fails on CPU too', 'left out', 'library')
 
 # Differences: label -> (size, text). The size is relative, infinite for what is no number
 
@@ -102,8 +102,7 @@ def judge(a, b, nudged, random):
     if b['error']: return 'fails only on XLA',f"{_failed(b)} ({' > '.join(b['where'])})"
     if a['error']: return 'passes only on XLA',_failed(a)
     found,told = differences(a, b),warned(a, b)
-    if any(t.startswith('only on XLA') for t in told): return 'differs','; '.join(told + _texts_of(found))
-    if not found: return 'same','; '.join(told)
+    if not found: return ('warns' if any(t.startswith('only on XLA') for t in told) else 'same'),'; '.join(told)
     if random: return 'random','; '.join(_texts_of(found, 2))
     if nudged and not nudged.get('ended') and is_rounding(found, differences(a, nudged)): return 'rounding','; '.join(_texts_of(found, 2))
     return 'differs','; '.join(told + _texts_of(found))
@@ -124,5 +123,5 @@ def compare(cells, module, on_cpu, on_xla, nudged=None):
         elif a is None or b is None: verdict,detail = 'left out','not reached on ' + ('the CPU' if a is None else 'XLA')
         else: verdict,detail = judge(a, b, n, not b.get('ended') and drawn.cell(c.source, b))
         seconds = dict(cpu_s=(a or {}).get('seconds', ''), xla_s=(b or {}).get('seconds', ''))
-        rows.append(dict(cell=c.number, first=c.first, verdict=verdict, detail=detail, **seconds, **costs(b)))
+        rows.append(dict(cell=c.number, first=c.first, verdict=verdict, detail=detail, why=c.known, **seconds, **costs(b)))
     return rows

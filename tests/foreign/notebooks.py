@@ -12,6 +12,7 @@ class Cell:
     source:str
     directives:dict = field(default_factory=dict)   # `export` -> '', `eval` -> 'false'
     left_out:str = ''    # Why it is not run
+    known:str = ''       # Why it differs
     @property
     def first(self): return next((l.strip() for l in self.source.splitlines() if l.strip() and not directive.match(l)), '')[:100]
 
@@ -20,6 +21,7 @@ class Recipe:
     "What is written in a recipe's file, each a plain name; all of them may be missing"
     skip:dict = field(default_factory=dict)      # Text in a cell -> why the cell is left out
     replace:dict = field(default_factory=dict)   # Text in a cell -> what stands there instead
+    known:dict = field(default_factory=dict)     # Text in a cell -> why it differs
     setup:str = ''        # Code that is run before the first cell
     dropout:bool = True   # `False` turns dropout off in both runs, so that numbers can be compared
     flags:str = ''        # Cells with these directives are run, which otherwise are left out: 'slow'
@@ -47,11 +49,13 @@ def _changed(cells, recipe):
         if not held: raise ValueError(f"The recipe replaces {old!r}, which no cell holds")
         for c in held: c.source = c.source.replace(old, new)
 
-def _leave_out(cells, recipe):
-    for text,why in recipe.skip.items():
+def _tell(cells, attr, texts):
+    for text,why in texts.items():
         held = [c for c in cells if text in c.source]
-        if not held: raise ValueError(f"The recipe leaves out cells with {text!r}, which no cell holds")
-        for c in held: c.left_out = why
+        if not held: raise ValueError(f"The recipe speaks of {text!r}, which no cell holds")
+        for c in held: setattr(c, attr, why)
+
+def _leave_out(cells, recipe):
     wanted = recipe.flags.split()
     for c in cells:
         flagged = [f for f in ('slow', 'cuda', 'distributed', 'cpp') if f in c.directives and f not in wanted]
@@ -70,5 +74,7 @@ def read_cells(path, recipe):
         cells.append(Cell(i, source, directives(source)))
     module = recipe.module or next((f"fastai.{c.directives['default_exp']}" for c in cells if c.directives.get('default_exp')), '')
     _changed(cells, recipe)
+    _tell(cells, 'left_out', recipe.skip)
+    _tell(cells, 'known', recipe.known)
     _leave_out(cells, recipe)
     return cells,module

@@ -77,7 +77,7 @@ breeds = 'Abyssinian Bengal Birman Bombay beagle boxer pug samoyed'.split()
 def pets(path):
     r = rng('pets')
     for k,b in enumerate(breeds):
-        for i in range(1, 13): save_image(path/'images'/f'{b}_{i}.jpg', picture(r, k))
+        for i in range(1, 15): save_image(path/'images'/f'{b}_{i}.jpg', picture(r, k))
 
 @stands_for('LSUN_BEDROOMS')
 def bedrooms(path):

@@ -1,0 +1,2 @@
+"With the cells marked slow"
+flags = 'slow'

@@ -1,0 +1,1 @@
+"Without the cells that are written for a GPU's float16"

@@ -1,0 +1,3 @@
+"With the cells marked slow; dropout off"
+flags = 'slow'
+dropout = False

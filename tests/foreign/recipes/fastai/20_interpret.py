@@ -1,0 +1,1 @@
+"Digits are a stand-in"

@@ -1,0 +1,2 @@
+"Small pictures"
+replace = {'Resize(224)': 'Resize(48)', 'convnext_tiny': 'convnext_atto'}

@@ -1,0 +1,2 @@
+"Few pictures"
+replace = {'bs = 128': 'bs = 32'}

@@ -1,0 +1,2 @@
+"Reviews and pretrained weights are stand-ins; dropout off"
+dropout = False

@@ -1,0 +1,2 @@
+"The table is a stand-in; dropout off"
+dropout = False

@@ -1,0 +1,1 @@
+"Ratings are a stand-in"
