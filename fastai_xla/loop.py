@@ -28,6 +28,7 @@ def _own(learn): return all(getattr(type(learn), n) is getattr(Learner, n) and n
 
 @patch
 def all_batches(self:Learner):
+    "Train or evaluate `self.model` on all the batches of `self.dl`"
     if _replay(self) is None or not feedable(self.dl) or not _own(self): return self._orig_all_batches()
     r,self.n_iter,i = _replay(self),len(self.dl),0
     r.looping = True
@@ -40,6 +41,7 @@ def all_batches(self:Learner):
 
 @patch
 def one_batch(self:Learner, i, b):
+    "Train or evaluate `self.model` on batch `(xb,yb)`"
     r = _replay(self)
     if r is None: return self._orig_one_batch(i, b)
     self.iter,self.replayed = i,None
@@ -64,6 +66,7 @@ def _do_one_batch(self:Learner):
 
 @patch
 def __call__(self:Learner, event_name):
+    "Call `event_name` for all `Callback`s in `self.cbs`"
     if _replay(self) is None or not isinstance(event_name, str): return self._orig___call__(event_name)
     self._call_one(event_name)
 

@@ -46,6 +46,17 @@ def _looks(cb): return _acts(cb, ('before_batch',)) and not isinstance(cb, _fold
 
 def _is_stranger(cb): return not type(cb).__module__.startswith(('fastai.', 'fastai_xla.')) and _acts(cb, ('before_batch', 'after_batch', 'after_cancel_batch', *in_step))
 
+def _code_names(f, cls, seen):
+    "Names in the code of `f`, and of the class's methods that it calls"
+    found = set(getattr(getattr(f, '__code__', None), 'co_names', ()))
+    for n in found - seen: found |= _code_names(getattr(cls, n, None), cls, seen | found)
+    return found
+
+def _cuts(cb):
+    "May its `after_batch` end a batch's events, other than by ending the fit?"
+    names = {c.__name__ for c in _cancels} - {'CancelFitException'}
+    return bool(names & _code_names(getattr(type(cb), 'after_batch', None), type(cb), set()))
+
 _cancels = (CancelBatchException, CancelTrainException, CancelValidException, CancelEpochException, CancelFitException)
 _sums = (AvgMetric, AvgLoss, AvgSmoothLoss)   # metrics whose state is a sum and a count
 
@@ -118,7 +129,8 @@ class Replay:
         rec = getattr(self.learn, 'recorder', None)
         if rec is None or rec not in self.learn.cbs or not len(self.learn.yb): return [],[]
         mets = rec._train_mets if self.learn.training else rec._valid_mets
-        sums = [m for m in mets if any(type(m).accumulate is c.accumulate for c in _sums) and not self.late]
+        late = self.late or any(cb.order < rec.order for cb in self.acting('cuts a batch short', _cuts))   # ahead of the recorder, which then does not hear of the batch
+        sums = [m for m in mets if any(type(m).accumulate is c.accumulate for c in _sums) and not late]
         return sums,[m for m in mets if m not in sums]
 
 # %% ../nbs/api/06b_replay.ipynb #9d55a83f

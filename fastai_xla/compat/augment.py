@@ -101,7 +101,7 @@ def inside(x, rl, rh, cl, ch):
 
 @patch
 def before_call(self:RandomErasing, b, split_idx):
-    "Set `self.do` based on `self.p`"
+    "This function can be overridden. Set `self.do` based on `self.p`"
     self._orig_before_call(b, split_idx)
     while isinstance(b, (tuple, list)): b = b[0]
     self._wanted = self.do

@@ -27,5 +27,5 @@ def before_fit(self:MixedPrecision):
 
 @patch
 def before_step(self:MixedPrecision):
-    "Without a scaler no step is ever skipped"
-    if self.autocast.device != 'xla': self._orig_before_step()
+    "Use `self` as a fake optimizer. `self.skipped` will be set to True `after_step` if gradients overflow."
+    if self.autocast.device != 'xla': self._orig_before_step()   # without a scaler no step is ever skipped

@@ -137,7 +137,9 @@ def swap_params(
         _move_state(o.state)
 
 @patch
-def load_state_dict(self:Optimizer, sd):
+def load_state_dict(self:Optimizer,
+    sd:dict # State dict with `hypers` and `state` to load on the optimizer
+):
     self._orig_load_state_dict(sd)
     _move_state(self.state)
 

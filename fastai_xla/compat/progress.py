@@ -16,6 +16,7 @@ from ..runtime import *
 # %% ../../nbs/api/04d_compat.progress.ipynb #278faf75
 @patch
 def before_fit(self:ProgressCallback):
+    "Setup the master bar over the epochs"
     self._look = Look()
     self._orig_before_fit()
 

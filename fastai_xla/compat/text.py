@@ -74,6 +74,7 @@ fastai.text.data.pad_chunk = pad_chunk
 
 @patch
 def do_batch(self:SortedDL, b):
+    "Combines `create_batch` and `before_batch` to get a batch of items. Input is a list of items to collate."
     if not is_xla(self.device): return self._orig_do_batch(b)
     _padding.dl = self
     try: return self._orig_do_batch(b)
@@ -123,12 +124,12 @@ fastai.text.learner.load_model_text,fastai.text.learner.load_ignore_keys = load_
 # %% ../../nbs/api/04h_compat.text.ipynb #8a669740
 @patch
 @delegates(LMLearner._orig_predict if hasattr(LMLearner, '_orig_predict') else LMLearner.predict)
-def predict(self:LMLearner, text, n_words=1, **kwargs):
+def predict(self:LMLearner, text, n_words=1, *args, **kwargs):
     "Return `text` and the `n_words` that come after"
-    if not hasattr(self, 'xla_opt'): return self._orig_predict(text, n_words, **kwargs)
+    if not hasattr(self, 'xla_opt'): return self._orig_predict(text, n_words, *args, **kwargs)
     cb = self.xla_opt
     self.detach_xla()
-    try: return self._orig_predict(text, n_words, **kwargs)
+    try: return self._orig_predict(text, n_words, *args, **kwargs)
     finally:
         self.to_xla(cb.device)
         self.xla_opt.log,self.xla_opt.replay = cb.log,cb.replay
