@@ -25,7 +25,8 @@ from torch import nn
 from fastcore.all import *
 
 # %% ../nbs/api/00_runtime.ipynb #1c3b7dca
-_install = "pip install torch==2.9.1 torchvision==0.24.1 torch_xla==2.9.0   (on a TPU: pip install 'torch_xla[tpu]==2.9.0')"
+_tpu = "pip install 'fastai_xla[tpu]'"
+_install = f"pip install 'torch==2.9.*' 'torchvision==0.24.*' 'torch_xla==2.9.*'   (on a TPU: {_tpu})"
 
 def _version(
     name:str, # Name of an installed distribution
@@ -42,6 +43,20 @@ def _import_error(
         return f"torch {t} and torch_xla {x} do not match: they are built in pairs and must agree in their first two numbers. Install a pair:\n    {_install}"
     return f"torch_xla {x} is installed but does not load ({e}). Reinstall the pair:\n    {_install}" if e else ''
 
+# %% ../nbs/api/00_runtime.ipynb #8e0b62d4
+_process_vars = ('TPU_PROCESS_ADDRESSES', 'CLOUD_TPU_TASK_ID')
+_removed = "fastai_xla has removed {} from the environment: Kaggle's image sets what keeps the TPU's client from starting."
+
+def _leave_process_group():
+    "Remove what Kaggle's image says about other processes of the TPU: there are none"
+    addresses = os.environ.get('TPU_PROCESS_ADDRESSES', '')
+    on_kaggle = 'KAGGLE_KERNEL_RUN_TYPE' in os.environ and ':' not in addresses
+    if addresses != 'local' and not on_kaggle: return
+    found = [n for n in _process_vars if os.environ.pop(n, None) is not None]
+    if found: warnings.warn(_removed.format(' and '.join(found)))
+
+_leave_process_group()
+
 # %% ../nbs/api/00_runtime.ipynb #ee655569
 os.environ.setdefault('XLA_METRICS_SAMPLES', '16')   # of each metric; reading one copies them all, and `xla_counts` reads three per batch
 torch_xla = xm = met = _XLAC = None
@@ -57,7 +72,7 @@ def _start() -> str: # Why the XLA client does not start; empty where it runs
     try: torch_xla.device()
     except Exception as e:
         return (f"The XLA client did not start (PJRT_DEVICE={os.environ.get('PJRT_DEVICE')}):\n    {str(e).strip().splitlines()[0]}\n"
-                f"A TPU serves one process at a time: shut down other notebooks that use it, then restart this one. Where libtpu is missing, {_install.split('(')[-1].rstrip(')')} brings it. "
+                f"A TPU serves one process at a time: shut down other notebooks that use it, then restart this one. Where libtpu is missing, {_tpu} brings it. "
                 "To run without a TPU, set the environment variable PJRT_DEVICE=CPU before the first import.")
     return ''
 

@@ -36,11 +36,13 @@ def test_torch_xla_missing_or_wrong(version, said):
     "fastai goes on working; to_xla tells what to install"
     rc,out = run(pretend.format(version=version))
     assert rc == 1 and 'TRAINED ON cpu' in out and 'ImportError' in out
-    assert said in out and 'pip install torch==2.9.1 torchvision==0.24.1 torch_xla==2.9.0' in out
+    assert said in out and "pip install 'torch==2.9.*' 'torchvision==0.24.*' 'torch_xla==2.9.*'" in out
 
 def test_client_does_not_start():
-    rc,out = run("from fastai_xla.all import *\nfor _ in range(2):\n  try: device()\n  except RuntimeError as e: print('TOLD', e)", PJRT_DEVICE='TPU')
-    assert rc == 0 and out.count('TOLD The XLA client did not start (PJRT_DEVICE=TPU)') == 2 and 'PJRT_DEVICE=CPU' in out and "torch_xla[tpu]" in out
+    code = "from fastai_xla.all import *\nfor _ in range(2):\n  try: device()\n  except RuntimeError as e: print('TOLD', e)"
+    rc,out = run(code, PJRT_DEVICE='TPU', TPU_SKIP_MDS_QUERY='1')   # a libtpu without a TPU would ask the cloud's metadata server for minutes
+    assert rc == 0 and out.count('TOLD The XLA client did not start (PJRT_DEVICE=TPU)') == 2
+    assert 'PJRT_DEVICE=CPU' in out and "pip install 'fastai_xla[tpu]' brings it" in out
 
 trap = '''
 import torch, warnings
