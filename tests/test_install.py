@@ -30,6 +30,7 @@ def pip_would_install(tmp, python, reqs, *opts):
     constraints.write_text('\n'.join(f'{k}=={v}' for k,v in installed(python).items()))
     dry = ['--dry-run', '--ignore-installed', '--quiet', '--report', '-', '--target', tmp/'site', '--retries', '1']
     wheels = ['--only-binary', ':all:', '--python-version', python, '--constraint', constraints]
+    wheels += ['--use-feature', 'fast-deps']   # an index that serves no metadata apart is asked for a part of the wheel
     cmd = [sys.executable, '-m', 'pip', 'install', *dry, *wheels, *opts, *(f'{o.name}{o.specifier}' for o in reqs)]
     res = subprocess.run(cmd, capture_output=True, text=True)
     assert res.returncode == 0, res.stderr
