@@ -13,14 +13,13 @@ def run_notebook(path, recipes):
     args = path,cells,module,recipe,recipes
     on_cpu,on_xla = run(*args, 'cpu'),run(*args, 'xla')
     rows = compare(cells, module, on_cpu, on_xla)
-    if any(r['verdict'] in bad for r in rows): rows = compare(cells, module, on_cpu, on_xla, run(*args, 'nudged'))
+    if any(r['verdict'] in ('differs', 'fails only on XLA') for r in rows): rows = compare(cells, module, on_cpu, on_xla, run(*args, 'nudged'))
     return [dict(notebook=path.stem, **row) for row in rows]
 
 def chosen(folder, recipes, only):
-    "With a folder of recipes those that have one, or those that `only` names"
-    found = [p for p in sorted(folder.glob('*.ipynb')) if p.stat().st_size]
-    if only: return [p for p in found if any(o in p.stem for o in only)]
-    return [p for p in found if not recipes or (recipes/f'{p.stem}.py').exists()]
+    "Notebooks that have a recipe, or all if there is no folder of recipes"
+    found = [p for p in sorted(folder.glob('*.ipynb')) if p.stat().st_size and (not recipes or (recipes/f'{p.stem}.py').exists())]
+    return [p for p in found if not only or any(o in p.stem for o in only)]
 
 def summary(rows):
     counts = Counter(r['verdict'] for r in rows)

@@ -9,54 +9,57 @@ verdicts = ('same', 'rounding', 'random', 'warns', *bad, 'passes only on XLA', '
 
 # Differences: label -> (size, text). The size is relative, infinite for what is no number
 
-def _size(a, b, scale=0.):
+def _size(a, b, tol, scale):
     if a == b or math.isnan(a) and math.isnan(b): return 0.
     size = abs(a-b)/max(abs(a), abs(b), scale) if math.isfinite(a) and math.isfinite(b) else math.inf
-    return size if size > tolerance else 0.
+    return size if size > tol else 0.
 
-def _numbers(label, a, b, scale=0.):
+def _numbers(label, a, b, tol, scale=0.):
     if len(a) != len(b): return {label: (math.inf, f'{label}: {len(a)} numbers on the CPU, {len(b)} on XLA')}
-    sizes = [_size(p, q, scale) for p,q in zip(a, b)]
+    sizes = [_size(p, q, tol, scale) for p,q in zip(a, b)]
     if not any(sizes): return {}
     i = next(i for i,s in enumerate(sizes) if s)
     return {label: (max(sizes), f'{label}[{i}]: {a[i]:.7g} on the CPU, {b[i]:.7g} on XLA')}
 
-def _tensor(label, a, b):
+def _tensor(label, a, b, tol):
     if a['shape'] != b['shape']: return {label: (math.inf, f"{label}: shape {a['shape']} on the CPU, {b['shape']} on XLA")}
     largest = max((abs(o) for o in a['some'] if math.isfinite(o)), default=0.) + 1e-3
-    return _numbers(label, a['some'], b['some'], largest) or _numbers(f'{label} norm', [a['norm']], [b['norm']], 1e-3)
+    return _numbers(label, a['some'], b['some'], tol, largest) or _numbers(f'{label} norm', [a['norm']], [b['norm']], tol, 1e-3)
 
-def _weights(label, a, b):
+def _weights(label, a, b, tol):
     if set(a) != set(b): return {label: (math.inf, f'{label}: {sorted(set(a) ^ set(b))[:3]} are in one run only')}
-    return {k: v for n in a for k,v in _tensor(f'{label}.{n}', a[n], b[n]).items()}
+    return {k: v for n in a for k,v in _tensor(f'{label}.{n}', a[n], b[n], tol).items()}
 
-def _learner(name, a, b):
+def _learner(name, a, b, tol):
     if 'unreadable' in a and 'unreadable' in b: return {}
     for o,where in ((a, 'the CPU'), (b, 'XLA')):
         if 'unreadable' in o: return {name: (math.inf, f"{name} cannot be read on {where}: {o['unreadable']}")}
     found = {}
-    for k in a['recorder']: found |= _numbers(f'{name}.recorder.{k}', a['recorder'][k], b['recorder'].get(k, []))
-    return found | _weights(f'{name}.model', a['weights'], b['weights'])
+    for k in a['recorder']: found |= _numbers(f'{name}.recorder.{k}', a['recorder'][k], b['recorder'].get(k, []), tol)
+    return found | _weights(f'{name}.model', a['weights'], b['weights'], tol)
 
-def _texts(a, b):
+def _texts(a, b, tol):
     (na,wa),(nb,wb) = numbers_and_words(a),numbers_and_words(b)
-    if wa == wb: return _numbers('printed', na, nb)
+    if wa == wb: return _numbers('printed', na, nb, tol)
     at = next((i for i,(p,q) in enumerate(zip(wa, wb)) if p != q), min(len(wa), len(wb)))
     return {'printed': (math.inf, f'printed {wa[max(0, at-30):at+50]!r} on the CPU, {wb[max(0, at-30):at+50]!r} on XLA')}
 
-def differences(a, b):
+def differences(a, b, tol=tolerance):
     "What differs in numbers and texts between two runs of a cell"
-    found = _texts(a['text'], b['text'])
+    found = _texts(a['text'], b['text'], tol)
     for o,p,where in ((a, b, 'the CPU'), (b, a, 'XLA')):
         for n in o['learners']:
             if n not in p['learners']: found[n] = (math.inf, f'{n} changed on {where} only')
     for n in a['learners']:
-        if n in b['learners']: found |= _learner(n, a['learners'][n], b['learners'][n])
+        if n in b['learners']: found |= _learner(n, a['learners'][n], b['learners'][n], tol)
     return found
 
-def is_rounding(found, nudged):
+def is_rounding(found, a, nudged):
     "Are differences no larger than those that a nudge of the weights makes on the CPU?"
-    return all(size <= as_rounding*nudged.get(label, (0.,))[0] for label,(size,_) in found.items())
+    if nudged is None or nudged.get('ended') or nudged['error']: return False
+    noise,part = {},lambda label: '.'.join(label.split('.')[:2])   # 'learn.model'
+    for label,(size,_) in differences(a, nudged, tolerance/as_rounding).items(): noise[part(label)] = max(size, noise.get(part(label), 0.))
+    return all(size <= as_rounding*noise.get(part(label), 0.) for label,(size,_) in found.items())
 
 def warned(a, b):
     "Warnings of one run only"
@@ -104,7 +107,7 @@ def judge(a, b, nudged, random):
     found,told = differences(a, b),warned(a, b)
     if not found: return ('warns' if any(t.startswith('only on XLA') for t in told) else 'same'),'; '.join(told)
     if random: return 'random','; '.join(_texts_of(found, 2))
-    if nudged and not nudged.get('ended') and is_rounding(found, differences(a, nudged)): return 'rounding','; '.join(_texts_of(found, 2))
+    if is_rounding(found, a, nudged): return 'rounding','; '.join(told + _texts_of(found, 2))
     return 'differs','; '.join(told + _texts_of(found))
 
 def costs(res):

@@ -61,7 +61,7 @@ def cost(learn):
 
 # Texts
 
-bar = re.compile(r'^.*\|[-\s█]*\|\s*[\d.]+% \[.*$', re.M)
+bar = re.compile(r'.*\|[-\s█]*\|\s*[\d.]+% \[.*|\s*(Epoch \d+/\d+ :)?\s*|█+')
 number = re.compile(r'(?<![\w.])[-+]?(?:\d+\.\d*(?:[eE][-+]?\d+)?|\d+(?:[eE][-+]?\d+)?|nan|inf)(?!\w)')
 noise = [(re.compile(r'\x1b\[[\d;]*m'), ''), (re.compile(r'\b\d+:\d\d(:\d\d)?\b'), 'TIME'), (re.compile(r'0x[0-9a-f]{6,}'), 'ADDRESS'),
          (re.compile(r",?\s*device='?xla(:\d+)?'?"), ''), (re.compile(r'\bxla(:\d+)?\b'), 'cpu'), (re.compile(r'\bid="?\w*"?'), ''),
@@ -70,8 +70,8 @@ noise = [(re.compile(r'\x1b\[[\d;]*m'), ''), (re.compile(r'\b\d+:\d\d(:\d\d)?\b'
 
 def clean(text):
     "A text without what differs from run to run: progress bars, times, addresses, the device's name"
-    lines = [l.split('\r')[-1] if not l.endswith('\r') else l.strip('\r').split('\r')[-1] for l in text.split('\n')]
-    text = bar.sub('', '\n'.join(l for l in lines if not bar.match(l)))
+    lines = [[p for p in line.split('\r') if not bar.fullmatch(p)] for line in text.split('\n')]
+    text = '\n'.join(l[-1] for l in lines if l)
     for pattern,new in noise: text = pattern.sub(new, text)
     return text
 
