@@ -16,7 +16,7 @@ import torch
 from fastcore.all import *
 
 from ..runtime import *
-from ..runtime import torch_xla
+from ..runtime import _broken
 
 # %% ../../nbs/api/01_lowerings.core.ipynb #78480539
 def _outside_inference(f):
@@ -33,7 +33,7 @@ class Lowering:
     "Kernels that mend one fault: probed, registered and taken back together"
     def __init__(self,
         name:str, # Name in `lowerings`
-        needed:callable, # Probe: does this torch_xla have the fault? Must not compile or run anything
+        needed:callable, # Probe: does this torch_xla have the fault? Runs at the import, so it must not touch the device
         why:str, # What is wrong without it
     ):
         store_attr()
@@ -76,10 +76,9 @@ def lacks(
     return lambda: not all(torch._C._dispatch_has_kernel_for_dispatch_key(f'aten::{op}', 'XLA') for op in ops)
 
 # %% ../../nbs/api/01_lowerings.core.ipynb #b98e0d59
-@torch.no_grad()
 def register_lowerings():
-    "Register the lowerings that this torch_xla needs. Does nothing the second time, or without torch_xla"
-    if not torch_xla: return
+    "Register the lowerings that this torch_xla needs. Does nothing the second time, or without an XLA client"
+    if _broken: return
     for l in lowerings.values():
         if l.found is None: l.found = bool(l.needed())
         if l.found and not l.disabled: l.on()

@@ -14,7 +14,6 @@ import torch
 from fastcore.all import *
 
 from ..runtime import *
-from ..runtime import _XLAC
 from .core import *
 
 # %% ../../nbs/api/01e_lowerings.resize.ipynb #a3e91bcf
@@ -63,13 +62,8 @@ def _backward_of(op, k, aligned):
     return _backward
 
 # %% ../../nbs/api/01e_lowerings.resize.ipynb #94dea137
-def _ignores_scale():
-    x = torch.ones(1, 1, 6, 6, device=device())
-    hlo = lambda *scales: _XLAC._get_xla_tensors_hlo([torch.ops.aten.upsample_nearest2d(x, [10,10], *scales)])
-    return hlo(1.7, 1.7) == hlo()
-
 resize = Lowering('resize', lacks('upsample_bicubic2d', 'upsample_linear1d', 'upsample_nearest1d'), 'falls back to the CPU')
-resize_scale = Lowering('resize_scale', _ignores_scale, 'ignores scale_factor; the gradient falls back to the CPU, except on a TPU')
+resize_scale = Lowering('resize_scale', lambda: True, 'ignores scale_factor; the gradient falls back to the CPU, except on a TPU')
 
 def _full_names(name): return [name] if name.endswith('aa') else [n for n in (f'{name}{i}d' for i in (1,2,3)) if hasattr(torch.ops.aten, n)]
 
