@@ -32,6 +32,7 @@ def all_batches(self:Learner):
     if _replay(self) is None or not feedable(self.dl) or not _own(self): return self._orig_all_batches()
     r,self.n_iter,i = _replay(self),len(self.dl),0
     r.looping = True
+    r.passes += self.xla_opt.fitting   # a prediction is not audited each time
     try:
         for feds in in_groups(feed(self.dl, r.n_steps), r.n_steps):
             if len(feds) == 1 or len(feds) < r.n_steps or not r.several(i, feds):

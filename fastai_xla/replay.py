@@ -90,6 +90,7 @@ class Replay:
         self.late = False   # metrics after the step, since a callback changes what they are computed of?
         self.shared = False   # does somebody hold an alias of a parameter?
         self.ran_at = None   # `n_moves` after a step that was run again, where callbacks may draw or run something
+        self.passes,self.audits = 0,Counter()   # over a dataloader, in fits; training? -> audits of this fit
         self.moved,self.tracing,self.prepared = False,False,0   # was this batch traced? programs beside the step's: what a batch needs first
 
     def __reduce__(self): return Replay, (self.learn, self.n_steps, self.warn)   # a copy of the learner records anew
@@ -97,6 +98,7 @@ class Replay:
     def start(self):
         "Begin a fit"
         self.plain.clear()
+        self.audits.clear()
         self.cbs = None
         for key in [k for k in self.held if k not in self.used]: del self.recs[key],self.held[key]   # not used in the last fit
         for key,recs in self.recs.items():
@@ -315,6 +317,13 @@ def _check_learner(self:Replay, held):
     if other: raise Refused(f"a callback sets learn.{other[0]} within the step")
 
 # %% ../nbs/api/06b_replay.ipynb #8feccfb0
+def _stale(learn, why, n):
+    "What to tell where an audit fails after `n` replayed batches"
+    where = f"{'training' if learn.training else 'validation'}, epoch {getattr(learn, 'epoch', 0)}, batch {learn.iter}"
+    return (f"In {where}, {why}. From here on steps are retraced. The {n} batches of this kind that were replayed since the last audit may have used an old value: "
+        "something that the step reads has changed where a recording does not see it. `to_xla(replay=False)` retraces every step from the start; "
+        "a number that is an attribute of the learner, such as `learn.alpha`, is an input of a recording.")
+
 def _zeros(met, device):
     "A metric whose sum has not begun starts from zeros on the device"
     if isinstance(met, AvgSmoothLoss): met.val = met.val if is_xla(met.val) else send_batch([met.val], device)[0]
@@ -362,6 +371,25 @@ def _refuse(self:Replay, e):
     if self.mixed and not torch.is_autocast_enabled('xla'): self.mixed.autocast.__enter__()
 
 @patch
+def _audit_due(self:Replay, rec):
+    "At the 2nd, 4th, 8th, ... batch of a recording, and at the first of each epoch"
+    return rec.audited != self.passes or rec.runs > 1 and rec.runs & rec.runs-1 == 0
+
+@patch
+def _audit(self:Replay, rec, recs, inputs):
+    "Trace a step that could be replayed. Where it is not what was recorded, steps are retraced from now on, and the user is told"
+    self.tracing = True
+    self.audits[self.learn.training] += 1
+    since,rec.since,rec.audited = rec.since,rec.runs,self.passes
+    try: rec.retrace(inputs, watched=False)
+    except Exception as e:
+        self.failed[self.learn.training] = 4
+        why = f"an audit found that the step is not what was recorded: {e}"
+        warnings.warn(_stale(self.learn, why, rec.runs-since))
+        raise Refused(why, again=False)
+    rec.ready()
+
+@patch
 def begin(self:Replay):
     "Note the random state at the start of a batch, and whether callbacks may change anything in it"
     self.seed,self.syncs,self.moved,self.quiet = rng_state(),n_syncs(),False,False
@@ -393,11 +421,13 @@ def batch(self:Replay) -> bool: # Has the step been done?
             if len(recs) == 4: raise Refused("Python numbers decide what the step does, each time otherwise")
             rec = self._record(inputs)
             recs.append(rec)
+            rec.audited = self.passes
             if not rec.ready(): raise Refused(f"{rec.moved or 'a number'}, which the step reads, has another value each time")
         elif not rec.proved:
             rec.verify(inputs)
             rec.proved = True
             rec.ready()
+        elif self._audit_due(rec): self._audit(rec, recs, inputs)
     except Exception as e:
         self._refuse(e)
         return False

@@ -9,7 +9,7 @@ __all__ = ['aliased', 'no_host_draws', 'HostNumber', 'number_keys', 'get_number'
 
 # %% ../../nbs/api/05c_capture.step.ipynb #67e4bf52
 import random
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import numpy as np
 import torch
@@ -144,6 +144,7 @@ class Trace:
         seed:int, # For the numbers that torch is shown
         then=noop, # Called with the trace while its graph is there
         unread=frozenset(), # As for `Tape`
+        watched:bool=True, # Look for effects of the user's code? Not needed where a trace of the same code has been watched
     ):
         settle_tensors()
         self.inputs,self.tape,rng,before = inputs,Tape(seed, unread),rng_state(),places()
@@ -154,7 +155,8 @@ class Trace:
         try:
             if any(n_holders([self.memory.tensors[i] for i in self.memory.weights])): raise Refused(aliased)   # a trace would part them
             try:
-                with no_host_draws(), shared_scalars(), recorded_math(), torch.autograd.set_multithreading_enabled(False), no_effects(self.reads): outs = [self._step(fn, j, numbers) for j in range(len(numbers.later)+1)]
+                with no_host_draws(), shared_scalars(), recorded_math(), torch.autograd.set_multithreading_enabled(False), no_effects(self.reads) if watched else nullcontext():
+                    outs = [self._step(fn, j, numbers) for j in range(len(numbers.later)+1)]
             finally: changed = self.reads.restore()
             if changed: raise Refused(f"{changed} changes within the step; in `before_batch` and `after_batch` callbacks run as Python at every batch")
             self.n_draws = n_draws(self.seeds[-1], rng_state())
@@ -286,6 +288,7 @@ class Recording:
     ):
         self.fn,self.places,self.get_numbers,self.device = fn,places,numbers,device()
         self.runs,self.checks,self.proved,self.doubts,self.moved = 0,0,False,{},''
+        self.audited,self.since = 0,0   # the pass over a dataloader, and `runs`, at the last audit
         first = Trace(fn, places, inputs, numbers(), seed=1)
         self.numbers = numbers()
         Trace(fn, places, inputs, self.numbers, seed=2, then=lambda t: self._compile(first, t))
@@ -349,13 +352,21 @@ def verify(self:Recording,
     inputs:list, # XLA tensors of another batch
 ):
     "Trace the step again, and refuse if the recording would not have done what it does"
-    names,meanings = self.names,self.meanings
     self.checks += 1
     if self.checks > 8: raise Refused("a number that changes and a constant of the graph look the same in one step after another, so that each would have to be traced")
+    self.retrace(inputs)
+
+@patch
+def retrace(self:Recording,
+    inputs:list, # XLA tensors of another batch
+    watched:bool=True, # As for `Trace`
+):
+    "Trace the step without running it; raises where it is not what was recorded"
+    names,meanings = self.names,self.meanings
     for unread in (self.tape.unread(), frozenset()):   # the first tells numbers from constants that happen to be equal; where it fails, the second has the say
         self.names,self.meanings = names,dict(meanings)
         try:
-            trace = Trace(self.fn, self.places, inputs, self.get_numbers(), seed=3, unread=unread)
+            trace = Trace(self.fn, self.places, inputs, self.get_numbers(), seed=3, unread=unread, watched=watched)
             self.tape.true = trace.tape.true
             self._compare(trace)
             break

@@ -1,0 +1,62 @@
+"A recording is checked against the code while it is replayed: what it does not see change is found at the next audit"
+import os
+os.environ.setdefault('XLA_FLAGS', '--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true')
+import warnings
+from math import cos
+import pytest
+from fastai.vision.all import *
+from fastai_xla.all import *
+from fastai_xla.replay import Replay
+from common import *
+
+class Loss:
+    "Weights by values of the learner that Python's C code consumes, where a number cannot be tracked"
+    ws = [1., .5, .25, 2.]
+    def __init__(self, f): self.f = f
+    def __call__(self, pred, targ): return self.f(self, self.learn, F.cross_entropy(pred, targ))
+
+def repeat(self, learn, loss):
+    for _ in range(learn.epoch): loss = loss*.9
+    return loss
+
+by_epoch = dict(a_list=lambda o, learn, l: l*o.ws[learn.epoch], np_interp=lambda o, learn, l: l*float(np.interp(learn.epoch, [0, 3], [.5, 1.])),
+    math_cos=lambda o, learn, l: l*cos(learn.epoch), a_loop=repeat, linspace=lambda o, learn, l: l*torch.linspace(1, .1, 4)[learn.epoch].item())
+
+def losses_of(f, n=3, replay=True):
+    torch.manual_seed(0)
+    loss = Loss(f)
+    learn = image_learner(dls=image_dls(shuffle=False), loss_func=loss).to_xla(replay='auto' if replay else False)
+    loss.learn = learn
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter('always')
+        with learn.no_bar(), learn.no_logging(): learn.fit(n, 1e-2)
+    return tensor(learn.recorder.losses),[str(o.message) for o in told if 'audit' in str(o.message)],learn
+
+@pytest.mark.parametrize('f', by_epoch.values(), ids=by_epoch)
+def test_what_changes_by_epoch_is_never_stale(f):
+    right,*_ = losses_of(f, replay=False)
+    losses,told,learn = losses_of(f)
+    assert torch.equal(losses, right)
+    assert 'In training, epoch 1, batch 0, an audit found' in told[0]
+    assert any('an audit found' in why for why in learn.xla_report().plain)
+
+def test_without_audits_it_would_be_stale(monkeypatch):
+    monkeypatch.setattr(Replay, '_audit_due', lambda self, rec: False)
+    losses,told,_ = losses_of(by_epoch['a_list'])
+    right,*_ = losses_of(by_epoch['a_list'], replay=False)
+    assert not told and not torch.allclose(losses, right)
+
+def test_a_change_within_an_epoch_is_found_at_the_next_power_of_two():
+    f = lambda o, learn, l: l*o.ws[learn.train_iter//11]
+    right,*_ = losses_of(f, n=3, replay=False)
+    losses,told,learn = losses_of(f, n=3)
+    differ = (losses != right).nonzero()[:, 0]
+    assert differ[0] == 11   # the weights are others from then on
+    assert len(told) and 'may have used an old value' in told[0]
+
+def test_audits_of_a_step_that_does_not_change_cost_nothing_else():
+    _,told,learn = losses_of(lambda o, learn, l: l, n=4)
+    audits,report = learn.xla_opt.replay.audits,learn.xla_report()
+    assert not told and not report.plain
+    assert audits == {True: 2+3, False: 1+3}   # at the 2nd and 4th batch of 8, at the 2nd of 4, and where epochs begin
+    assert report.per_batch() | {'to device': 0} == {'compiles': 0, 'executions': 1, 'to host': 0, 'to device': 0, 'fallbacks': 0}
