@@ -90,7 +90,7 @@ class Replay:
         self.late = False   # metrics after the step, since a callback changes what they are computed of?
         self.shared = False   # does somebody hold an alias of a parameter?
         self.ran_at = None   # `n_moves` after a step that was run again, where callbacks may draw or run something
-        self.passes,self.audits = 0,Counter()   # over a dataloader, in fits; training? -> audits of this fit
+        self.passes,self.audits,self.auditing = 0,Counter(),False   # over a dataloader, in fits; training? -> audits of this fit
         self.moved,self.tracing,self.prepared = False,False,0   # was this batch traced? programs beside the step's: what a batch needs first
 
     def __reduce__(self): return Replay, (self.learn, self.n_steps, self.warn)   # a copy of the learner records anew
@@ -378,7 +378,7 @@ def _audit_due(self:Replay, rec):
 @patch
 def _audit(self:Replay, rec, recs, inputs):
     "Trace a step that could be replayed. Where it is not what was recorded, steps are retraced from now on, and the user is told"
-    self.tracing = True
+    self.tracing = self.auditing = True
     self.audits[self.learn.training] += 1
     since,rec.since,rec.audited = rec.since,rec.runs,self.passes
     try: rec.retrace(inputs, watched=False)
@@ -398,7 +398,7 @@ def begin(self:Replay):
 @patch
 def batch(self:Replay) -> bool: # Has the step been done?
     "Do the step of this batch as recorded, if that can be"
-    learn,self.tracing = self.learn,False
+    learn,self.tracing,self.auditing = self.learn,False,False
     if self.failed[learn.training] >= 4: return False   # for the reason that came last
     inputs,spec = pytree.tree_flatten([f.raw for f in self.feds] if self.feds is not None else (learn.xb, learn.yb))
     recs = self._find(inputs, spec)

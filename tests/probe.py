@@ -15,13 +15,17 @@ class Probe(Callback):
     def after_batch(self):
         now,replay = xla_counts(),getattr(getattr(self.learn, 'xla_opt', None), 'replay', None)
         cost,self.last = now-self.last,now
-        cost.traced = bool(replay and replay.tracing)
+        cost.traced,cost.audited = bool(replay and replay.tracing),bool(replay and replay.auditing)
         self.rows.append((self.training, self.iter, cost))
     def steady(self, training, late=0):
         """Costs of the batches of the last fit that the contract is about: from the third in training and in validation, without the first of each validation.
-        The first two are recorded and looked at once more; so may be two batches of each of `late` kinds of step that come later"""
+        The first two are recorded and looked at once more; so may be two batches of each of `late` kinds of step that come later.
+        Audits are left out: at most one where a dataloader begins, and one at each power of two"""
         res,left = [],2*late
+        n_audits,starts = sum(c.audited for t,_,c in self.rows if t == training),sum(i == 0 for t,i,_ in self.rows if t == training)
+        assert n_audits <= starts + (1+late)*len(self.rows).bit_length()
         for c in [c for t,i,c in self.rows if t == training and (t or i > 0)][2 if training else 1:]:
+            if c.audited: continue
             if c.traced and left: left -= 1
             else: res.append(c)
         return res
