@@ -77,7 +77,7 @@ class XLAOptCallback(Callback):
     def __init__(self,
         device:torch.device, # XLA device of the learner
     ):
-        self.device,self.log,self.fitting,self.replay,self.ran = device,CostLog(),False,None,False
+        self.device,self.log,self.fitting,self.replay,self.ran,self.shapes = device,CostLog(),False,None,False,{}
 
     def before_fit(self):
         settle(self.learn)
@@ -88,6 +88,7 @@ class XLAOptCallback(Callback):
 
     def before_batch(self):
         learn = self.learn   # whose attributes are slow to find through the callback
+        if getattr(learn, 'iter', None) is None: return   # the event is called by hand
         if learn.iter == 0: _check_batch(learn)
         _check_shapes(learn, self.shapes.setdefault(learn.training, {}))
 

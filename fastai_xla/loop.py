@@ -8,13 +8,19 @@ Docs: https://fastai-xla.github.io/fastai_xla/api/loop.html.md"""
 __all__ = []
 
 # %% ../nbs/api/06c_loop.ipynb #6d6b2001
+from contextlib import nullcontext
+from functools import cache
+from types import FunctionType
+
 from fastcore.all import *
 from fastai.callback.core import *
 from fastai.callback.fp16 import MixedPrecision
 from fastai.learner import Learner, CastToTensor
 
 from .runtime import *
+from .compat.optimizer import zeros_shown
 from .data import Fed, feed, feedable, in_groups
+from .capture.effects import is_library
 from .capture.step import *
 from .replay import *
 
@@ -50,13 +56,15 @@ def one_batch(self:Learner, i, b):
     folds = isinstance(b, Fed) and r.folds()
     r.feds,r.later = [b] if folds else None,[]
     b = b.raw if folds else b.batch() if isinstance(b, Fed) else self._set_device(b)
-    self._split(b)
-    self._with_events(self._do_one_batch, 'batch', CancelBatchException)
+    try:
+        self._split(b)
+        self._with_events(self._do_one_batch, 'batch', CancelBatchException)
+    finally: r.open,r.feds,self.replayed = False,None,None   # what is done by hand is fastai's
 
 @patch
 def _do_one_batch(self:Learner):
     r = _replay(self)
-    if r is None: return self._orig__do_one_batch()
+    if r is None or not r.open: return self._orig__do_one_batch()
     if r.batch(): return
     if r.feds is not None:
         r.transform()
@@ -64,6 +72,23 @@ def _do_one_batch(self:Learner):
         if r.batch(): return
     r.plain[r.reason] += 1
     self._orig__do_one_batch()
+
+# %% ../nbs/api/06c_loop.ipynb #5b1f09ac
+def _says_grad(f, seen):
+    "Does the code of `f`, a user's function, or of another that it names, say `.grad`?"
+    f = getattr(f, '__func__', getattr(f, 'func', f))
+    if not isinstance(f, FunctionType) or f in seen or is_library(f.__module__ or ''): return False
+    seen.add(f)
+    names,codes = set(),[f.__code__]
+    while codes:
+        code = codes.pop()
+        names |= {*code.co_names}
+        codes += [c for c in code.co_consts if isinstance(c, type(code))]
+    return 'grad' in names or any(_says_grad(f.__globals__.get(n), seen) for n in names)
+
+@cache
+def _class_reads_grads(cls): return any(_says_grad(f, set()) for c in cls.__mro__ for f in vars(c).values())
+def _reads_grads(cb): return _class_reads_grads(type(cb)) or any(_says_grad(f, set()) for f in vars(cb).values())
 
 @patch
 def __call__(self:Learner, event_name):
@@ -73,10 +98,14 @@ def __call__(self:Learner, event_name):
 
 @patch
 def _call_one(self:Learner, event_name):
-    if _replay(self) is None: return self._orig__call_one(event_name)
+    if 'xla_opt' not in self.__dict__: return self._orig__call_one(event_name)
     if not hasattr(event, event_name): raise Exception(f'missing {event_name}')
-    for cb in self.cbs.sorted('order') if event_name == 'after_fit' else list(_replay(self).acting(event_name)):
-        if not (event_name == 'before_batch' and isinstance(cb, CastToTensor) and _replay(self).feds): cb(event_name)   # `Replay` does that after the batch transforms
+    r = _replay(self)
+    cbs = self.cbs.sorted('order') if r is None or event_name == 'after_fit' else list(r.acting(event_name))
+    for cb in cbs:
+        if event_name == 'before_batch' and isinstance(cb, CastToTensor) and r and r.feds: continue   # `Replay` does that after the batch transforms
+        reads = _reads_grads(cb) if r is None else cb in r.acting('reads gradients', _reads_grads)
+        with zeros_shown(self.model.parameters()) if reads else nullcontext(): cb(event_name)
 
 # %% ../nbs/api/06c_loop.ipynb #4d6803de
 @patch
@@ -122,6 +151,7 @@ def several(self:Replay,
         self._set_hypers({k: v for k,v in held[j].items() if not j or now.get(k) == held[j-1].get(k)})   # what a callback sets in `after_batch` stays
         self.take(j)
         self.learn('after_batch')
+    self.open,learn.replayed = False,None
     return True
 
 @patch

@@ -30,13 +30,15 @@ from .runtime import *
 from .compat.core import kept_on_device
 from .capture.numbers import *
 from .capture.state import *
+from .capture.effects import is_library
 from .capture.step import *
 from .capture.watch import *
 
 # %% ../nbs/api/06b_replay.ipynb #aafe3ad4
 in_step = 'after_pred after_loss before_backward after_cancel_backward after_backward before_step after_cancel_step after_step'.split()
 
-def _acts(cb, events): return any(hasattr(type(cb), e) for e in events) or not cb.__dict__.keys().isdisjoint(events)
+def _hears_all(cb): return type(cb).__call__ is not Callback.__call__   # such a callback may act on any event
+def _acts(cb, events): return _hears_all(cb) or any(hasattr(type(cb), e) for e in events) or not cb.__dict__.keys().isdisjoint(events)
 
 _known = (TrainEvalCallback, Recorder, ProgressCallback, ParamScheduler, CastToTensor, MixedPrecision)   # they change nothing around the step on which it depends
 def _may_change(cb): return _acts(cb, ('before_batch', 'after_batch')) and type(cb) not in _known and cb is not cb.learn.xla_opt
@@ -85,6 +87,7 @@ class Replay:
         self.given = None   # what metrics within the step were computed of
         self.cbs,self.acts = None,{}   # callbacks as they were, and who of them acts on what
         self.reason,self.plain = '',Counter()   # why the last batch was stepped plainly; reason -> batches of this fit
+        self.open = False   # within a batch of `one_batch`, and not one that the user has taken apart
         self.looping = False   # in fastai's loop, where nobody's code runs between two batches but callbacks'
         self.quiet = False   # in the loop, and no callback runs there that could change what the step depends on
         self.late = False   # metrics after the step, since a callback changes what they are computed of?
@@ -255,13 +258,14 @@ def _step(self:Replay, j):
     learn,rec,mp = self.learn,getattr(self.learn, 'recorder', None),self.mixed
     if mp and not torch.is_autocast_enabled('xla'): mp.autocast.__enter__()
     if self.feds is not None: self.transform(j)
-    self.end = None
+    self.end,was = None,learn.__dict__.get('loss_grad')
     try: learn._orig__do_one_batch()
     except _cancels as e: self.end = type(e)
     if self.end and len(self.feds or ()) > 1: raise Refused("a callback cancels a batch, and several are recorded as one")
     with kept_on_device(learn):
         for m in self.mets if self.end in (None, CancelBatchException) else (): _accumulate(m, learn)   # after others the recorder is not asked
     res = {k: getattr(learn, k) for k in ('xb', 'yb', 'pred', 'loss')}
+    if learn.__dict__.get('loss_grad') is not was: res['loss_grad'] = learn.loss_grad
     if learn.training and any(m is rec.smooth_loss for m in self.mets): res['smooth_loss'] = rec.smooth_loss.value
     return res
 
@@ -277,6 +281,8 @@ def next_batch(
 @patch
 def _record(self:Replay, inputs):
     learn = self.learn
+    loud = first(cb for cb in self.actors if _hears_all(cb) and is_library(type(cb).__call__.__module__))   # what a user's does is looked at as it runs
+    if loud: raise Refused(f"{type(loud).__name__} hears every event, and would hear those within the step only where it is traced")
     if any(isinstance(t, torch.Tensor) and t.requires_grad for t in inputs): raise Refused("a batch has a graph of its own, through which gradients flow once; `detach()` the dataset's items where they need none")
     def numbers(): return _numbers_of(self.optimizers(), [*self.mets, *self.actors, learn], self.later)
     start = {}
@@ -392,7 +398,7 @@ def _audit(self:Replay, rec, recs, inputs):
 @patch
 def begin(self:Replay):
     "Note the random state at the start of a batch, and whether callbacks may change anything in it"
-    self.seed,self.syncs,self.moved,self.quiet = rng_state(),n_syncs(),False,False
+    self.seed,self.syncs,self.moved,self.quiet,self.open = rng_state(),n_syncs(),False,False,True
     self.quiet = self.looping and not self.acting('may change anything', _may_change)
 
 @patch
@@ -491,5 +497,6 @@ def take(self:Replay,
     "Give the learner what the step has left"
     learn,done = self.learn,self.done[j]
     learn.xb,learn.yb,learn.pred,learn.loss = (done[k] for k in ('xb', 'yb', 'pred', 'loss'))
-    learn.loss_grad,learn.replayed = learn.loss,SimpleNamespace(others=self.others, smooth_loss=done.get('smooth_loss'), check=self._check_given)
+    if 'loss_grad' in done: learn.loss_grad = done['loss_grad']
+    learn.replayed = SimpleNamespace(others=self.others, smooth_loss=done.get('smooth_loss'), check=self._check_given)
     self.given = learn.pred,learn.loss,learn.yb
