@@ -3,12 +3,13 @@
 # make docs    build the site in _docs/
 # make bench   time a training step beside other loops, JAX and the CPU; ARGS='--models convnet' for a part, in some five minutes
 # make foreign NBS=folder   run notebooks of others on the CPU and on XLA and compare; ARGS='--recipes tests/foreign/recipes/fastai --out results.csv'
+# make tpu-check   compile the coverage table's cases for a TPU, without one; ARGS='--groups model' for a part
 # All of them make .venv first, with everything that is needed.
 PYTHON ?= python3
 BIN := .venv/bin
 TPU := $(if $(wildcard /dev/accel0 /dev/vfio/0),[tpu])
 
-.PHONY: demo test docs readme bench foreign clean
+.PHONY: demo test docs readme bench foreign tpu-check clean
 
 demo: .venv/installed
 	$(BIN)/fastai_xla_demo
@@ -24,6 +25,9 @@ bench: .venv/installed-bench
 
 foreign: .venv/installed-dev
 	$(BIN)/python -m tests.foreign $(NBS) $(ARGS)
+
+tpu-check: .venv/installed-aot
+	$(BIN)/python benchmarks/tpu_check.py $(ARGS)
 
 readme: .venv/installed-docs
 	$(BIN)/python docs/build.py readme

@@ -9,7 +9,7 @@ __all__ = ['device', 'is_xla', 'sync', 'count_xla', 'manual_seed', 'XLAReport', 
            'RunningBatchNorm1d', 'RunningBatchNorm2d', 'RunningBatchNorm3d', 'convert_norm', 'freeze_bn',
            'langevin_sample', 'class_energy', 'ContrastiveDivergence', 'SAM', 'XLAReportCallback', 'explain_step',
            'draw_graph', 'diff_graphs', 'compare_models', 'trainable_params', 'check_training', 'swap_op',
-           'locate_fault', 'compare_backends']
+           'locate_fault', 'compare_backends', 'TPUReport', 'largest_batch']
 
 # %% ../nbs/api/20_all.ipynb #eaae11f8
 from .runtime import device, is_xla, sync, count_xla, manual_seed
@@ -20,6 +20,7 @@ from .sampling import langevin_sample, class_energy, ContrastiveDivergence
 from .optim import SAM
 from .explain import XLAReportCallback, explain_step, draw_graph
 from .hlo import diff_graphs
+from .aot.report import TPUReport, largest_batch
 from .parity.models import compare_models, trainable_params, check_training
 from .parity.truth import swap_op
 from .parity.locate import locate_fault
@@ -27,7 +28,7 @@ from .parity.backends import compare_backends
 
 _all_ = ['device', 'is_xla', 'sync', 'count_xla', 'manual_seed', 'XLAReport', 'XLAOptCallback', 'RunningBatchNorm', 'RunningBatchNorm1d', 'RunningBatchNorm2d', 'RunningBatchNorm3d', 'convert_norm', 'freeze_bn',
     'langevin_sample', 'class_energy', 'ContrastiveDivergence', 'SAM', 'XLAReportCallback', 'explain_step', 'draw_graph', 'diff_graphs', 'compare_models', 'trainable_params', 'check_training', 'swap_op',
-    'locate_fault', 'compare_backends']
+    'locate_fault', 'compare_backends', 'TPUReport', 'largest_batch']
 
 # %% ../nbs/api/20_all.ipynb #9a61b3f4
 from .lowerings.all import register_lowerings, lowerings

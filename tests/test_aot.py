@@ -1,0 +1,179 @@
+"""A learner's programs, traced without being run, and compiled for a TPU on a machine without one
+
+    make test ARGS='tests/test_aot.py'
+
+What needs the compiler is skipped where it is not installed (`pip install 'fastai_xla[aot]'`)."""
+import os
+os.environ['XLA_FLAGS'] = '--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true'   # short compiles
+import subprocess, sys
+import numpy as np, pytest, torch
+import torch.nn.functional as F
+import fastai_xla.aot.compile as compiling
+import fastai_xla.capture.step
+from fastai.vision.all import *
+from fastai_xla.all import *
+from fastai_xla.aot.compile import cannot_compile
+from fastai_xla.aot.take import take_programs
+from fastai_xla.runtime import fetch, programs_to, rng_state, stablehlo_text
+from common import *
+
+needs_compiler = pytest.mark.skipif(bool(cannot_compile()), reason=f'no compiler for TPUs: {cannot_compile()}')
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch): monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path))
+
+def quiet(learn):
+    learn.remove_cb(ProgressCallback)
+    return learn
+
+def small(**kwargs):
+    set_seed(0)
+    return quiet(image_learner(**kwargs))
+
+def wide_learner(n=2**20, bs=64):
+    "Some 10 million weights, and activations of 4 MB for each item"
+    x,y = torch.randn(2*bs, 10),torch.randn(2*bs, 1)
+    dsets = Datasets(L(range(2*bs)), [[x.__getitem__], [y.__getitem__]], splits=[list(range(bs)), list(range(bs, 2*bs))])
+    dls = dsets.dataloaders(bs=bs, num_workers=0)
+    return quiet(Learner(dls, nn.Sequential(nn.Linear(10, n), nn.ReLU(), nn.Linear(n, 1)), loss_func=MSELossFlat(), opt_func=SGD))
+
+def weights_after(learn, look):
+    "Weights after a fit, a look at the programs, and another fit"
+    set_seed(1)
+    with learn.no_logging():
+        learn.fit(1, 1e-2)
+        if look: take_programs(learn, size=24)
+        learn.fit(1, 1e-2)
+    return [t.numpy() for t in fetch(list(learn.model.state_dict().values()))]
+
+def test_learner_is_as_before_after_its_programs_are_taken():
+    plain,looked = weights_after(small().to_xla(), False),weights_after(small().to_xla(), True)
+    assert all((a == b).all() for a,b in zip(plain, looked, strict=True))
+
+def test_no_step_is_run(monkeypatch):
+    def fail(*args): raise AssertionError('a step was run')
+    monkeypatch.setattr(fastai_xla.capture.step, 'run_graph', fail)
+    learn = small().to_xla()
+    state = rng_state()
+    train,valid = take_programs(learn)
+    assert (train.kind, train.why, valid.kind, valid.why) == ('training step', '', 'validation step', '')
+    assert learn.opt is None and rng_state() == state and not learn.xla_opt.replay.recs
+
+def test_program_is_the_one_that_is_run():
+    "Without the locations it is the text of the program that a fit compiles, but for the order of equal things"
+    learn,texts = small().to_xla(),[]
+    taken = take_programs(learn, valid=False)[0]
+    def note(roots, donated):
+        if roots: texts.append((stablehlo_text(roots), len(donated)))
+    with programs_to(note), learn.no_logging(): learn.fit(1)
+    ops = lambda text: Counter(re.findall(r'stablehlo\.\w+', text))
+    assert ops(taken.text) == ops(texts[0][0]) and len(taken.donated) == texts[0][1] > 20
+
+def test_inputs_are_told_apart():
+    learn = small().to_xla()
+    taken = take_programs(learn, valid=False)[0]
+    n = sum(p.numel()*p.element_size() for p in learn.model.parameters())
+    buffers = sum(b.numel()*b.element_size() for b in learn.model.buffers())
+    assert taken.nbytes('optimizer') == 2*n   # Adam's two averages
+    assert taken.nbytes('weights') <= n + buffers and taken.nbytes('weights') >= n
+    assert taken.nbytes('batch') == 16*(8*8*4 + 8)
+
+def test_several_steps_are_one_program():
+    taken = take_programs(small().to_xla(steps_per_execution=2), valid=False)[0]
+    assert taken.steps == 2 and sum(o.role == 'batch' for o in taken.inputs) == 4
+
+def test_step_that_is_not_recorded_says_why():
+    taken = take_programs(small().to_xla(replay=False), valid=False)[0]
+    assert taken.why == 'replay is off' and taken.donated and 'stablehlo.convolution' in taken.text
+
+def test_size_of_batch_is_free():
+    sizes = [[o.shape for o in take_programs(small().to_xla(), size=n, valid=False)[0].inputs if o.role == 'batch'] for n in (5, 100)]
+    assert sizes == [[(5, 1, 8, 8), (5,)], [(100, 1, 8, 8), (100,)]]
+
+def test_operators_know_module_and_line():
+    sites = take_programs(small().to_xla(), valid=False)[0].sites
+    assert {'0.0.0', '1.0.0', '1.3'} <= {m for part,m,_ in sites if part == 'forward'} & {m for part,m,_ in sites if part == 'backward'}
+    assert any('optimizer.py' in line for part,_,line in sites if part == 'update')
+
+def test_nothing_else_imports_jax():
+    code = "import sys, fastai_xla.all, fastai_xla.aot.cli, fastai_xla.aot.worker; sys.exit('jax' in sys.modules)"
+    assert subprocess.run([sys.executable, '-c', code]).returncode == 0
+
+def test_without_the_compiler_there_is_one_message(monkeypatch):
+    monkeypatch.setattr(compiling, '_version', lambda n: None)
+    for f in (small().to_xla().tpu_report, lambda: largest_batch(small().to_xla())):
+        with pytest.raises(ImportError, match=r"jax and libtpu are not installed:\n    pip install 'fastai_xla\[aot\]'"): f()
+
+# With the compiler
+
+@needs_compiler
+def test_report_of_a_convnet():
+    r = small(dls=image_dls(size=32, bs=64)).to_xla().tpu_report(verbose=False)
+    assert r and not r.error and r.bound_by in ('operations', 'memory') and r.bound_ms > 0
+    assert str(r).startswith('On a v5e this runs at batch 64')
+    forward = 2*64*(16*16*8*9*1 + 8*8*8*9*8 + 8*4)   # twice the multiply-adds of two convolutions and a linear layer
+    backward = 2*forward - 2*64*16*16*8*9*1           # for weights and inputs, but not for the images
+    assert .9 < r.flops/(forward+backward) < 1.3, r.flops   # the rest is pointwise: a tenth in so small a net
+    stats = r.step.stats
+    assert r.memory >= r.step.memory == stats['inputs'] + stats['outputs'] - stats['donated'] + stats['temporaries'] + stats['code']
+    assert stats['donated'] > 0 and sum(r.step.parts.values()) == r.step.memory
+    assert {'0.0.0', '1.0.0'} <= set(r.step.program.by('module').index) and r.step.program.cycles > 1000
+    assert '<table' in r._repr_html_()
+
+@needs_compiler
+def test_same_program_is_not_compiled_again(monkeypatch):
+    learn = small().to_xla()
+    a = learn.tpu_report(valid=False, verbose=False)
+    monkeypatch.setattr(compiling, '_run', lambda *args: pytest.fail('compiled again'))
+    b = small().to_xla().tpu_report(valid=False, verbose=False)
+    assert a.text == b.text and a.memory == b.memory
+
+@needs_compiler
+def test_batch_that_does_not_fit_is_told_so():
+    r = wide_learner().to_xla().tpu_report(size=8192, valid=False, verbose=False)
+    assert not r and r.memory > r.hbm > 15e9 and 'does not fit: it needs at least 32.00 GiB of 16.00 GiB' in str(r).splitlines()[0]
+
+@needs_compiler
+def test_largest_batch():
+    learn = wide_learner().to_xla()
+    n = largest_batch(learn, verbose=False)
+    assert learn.tpu_report(size=n, valid=False, verbose=False) and not learn.tpu_report(size=int(1.1*n)+1, valid=False, verbose=False)
+    assert 1000 < n < 8192 and len(n.tried) <= 7
+
+class Complex(Module):
+    "A product of complex numbers in double precision, which no TPU has"
+    def __init__(self): self.scale = nn.Parameter(torch.ones(1))
+    def forward(self, x):
+        z = x.flatten(1).to(torch.complex128)
+        return x * (z@z.T).real.mean().float() * self.scale
+
+@needs_compiler
+def test_operator_that_is_refused_is_told_with_module_and_line():
+    learn = small()
+    learn.model[0].add_module('planted', Complex())
+    r = learn.to_xla().tpu_report(verbose=False)
+    assert not r and r.memory is None
+    assert all(s in r.error for s in ('C128', 'module 0.planted', 'test_aot.py', 'to(torch.complex128)')), r.error
+
+@needs_compiler
+def test_batch_split_over_devices():
+    learn = small().to_xla()
+    r = learn.tpu_report('v5e-8', valid=False, verbose=False)
+    n = sum(p.numel() for p in learn.model.parameters())*4
+    assert r and 'all-reduce' in r.collectives.index and n <= r.collectives.loc['all-reduce', 'bytes'] <= 2*n
+    with pytest.raises(ValueError, match='cannot be split over 8 devices'): learn.tpu_report('v5e-8', size=12, verbose=False)
+
+@needs_compiler
+def test_compiler_is_stopped(monkeypatch):
+    started = []
+    class Started(subprocess.Popen):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            started.append(self)
+    monkeypatch.setattr(compiling.subprocess, 'Popen', Started)
+    r = small().to_xla().tpu_report(limit=.1, valid=False, verbose=False)
+    assert not r and 'stopped after' in r.error and 'limit=' in r.error
+    def interrupt(*args): raise KeyboardInterrupt
+    monkeypatch.setattr(compiling, '_wait', interrupt)
+    with pytest.raises(KeyboardInterrupt): small().to_xla().tpu_report(valid=False, verbose=False)
+    assert len(started) == 2 and all(p.returncode == -9 for p in started)
