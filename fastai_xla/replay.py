@@ -283,7 +283,9 @@ def _record(self:Replay, inputs):
     learn = self.learn
     loud = first(cb for cb in self.actors if _hears_all(cb) and is_library(type(cb).__call__.__module__))   # what a user's does is looked at as it runs
     if loud: raise Refused(f"{type(loud).__name__} hears every event, and would hear those within the step only where it is traced")
-    if any(isinstance(t, torch.Tensor) and t.requires_grad for t in inputs): raise Refused("a batch has a graph of its own, through which gradients flow once; `detach()` the dataset's items where they need none")
+    odd = first(t for t in inputs if not isinstance(t, torch.Tensor))
+    if odd is not None: raise Refused(f"a batch holds a {type(odd).__name__} beside its tensors; make a tensor of it in the dataset")
+    if any(t.requires_grad for t in inputs): raise Refused("a batch has a graph of its own, through which gradients flow once; `detach()` the dataset's items where they need none")
     def numbers(): return _numbers_of(self.optimizers(), [*self.mets, *self.actors, learn], self.later)
     start = {}
     def traced(j):
@@ -406,7 +408,7 @@ def batch(self:Replay) -> bool: # Has the step been done?
     "Do the step of this batch as recorded, if that can be"
     learn,self.tracing,self.auditing = self.learn,False,False
     if self.failed[learn.training] >= 4: return False   # for the reason that came last
-    inputs,spec = pytree.tree_flatten([f.raw for f in self.feds] if self.feds is not None else (learn.xb, learn.yb))
+    inputs,spec = flatten([f.raw for f in self.feds] if self.feds is not None else (learn.xb, learn.yb))
     recs = self._find(inputs, spec)
     if isinstance(recs, str):
         self.reason = recs

@@ -26,7 +26,7 @@ class Recipe:
     dropout:bool = True   # `False` turns dropout off in both runs, so that numbers can be compared
     flags:str = ''        # Cells with these directives are run, which otherwise are left out: 'slow'
     module:str = ''       # Installed module with the names of the exported cells; by default the one that `default_exp` names
-    cell_seconds:int = 300   # Time limit of a cell
+    cell_seconds:int = 900   # Time limit of a cell
 
 def directives(source):
     found = {}
