@@ -155,6 +155,19 @@ def test_operator_that_is_refused_is_told_with_module_and_line():
     assert not r and r.memory is None
     assert all(s in r.error for s in ('C128', 'module 0.planted', 'test_aot.py', 'to(torch.complex128)')), r.error
 
+class Spectrum(Module):
+    "The same in batches: here the compiler would end its process"
+    def forward(self, x):
+        z = x.detach().to(torch.complex128)
+        return (z @ z.mT).abs().float()
+
+@needs_compiler
+def test_operator_that_ends_the_compiler_is_told_with_module_and_line():
+    learn = small()
+    learn.model[0].add_module('planted', Spectrum())
+    r = learn.to_xla().tpu_report(valid=False, verbose=False)
+    assert not r and all(s in r.error for s in ('C128', 'module 0.planted', 'to(torch.complex128)')), r.error
+
 @needs_compiler
 def test_batch_split_over_devices():
     learn = small().to_xla()

@@ -71,6 +71,11 @@ def _wait(p, limit, told):
         return True
     return False
 
+def _last_words(log):
+    "The line in which a process says why it ends"
+    lines = [l for l in log.splitlines() if l.strip()] or ['it has said nothing']
+    return next((l for l in lines if 'Check failed' in l or l.startswith('F0')), lines[-1])[:300]
+
 def _run(folder, limit, told):
     "Why there is no result; empty if there is one"
     log = folder/'log.txt'
@@ -84,7 +89,7 @@ def _run(folder, limit, told):
             if told: print('\r' + ' '*(len(told)+12), end='\r', flush=True)
     if (folder/'result.json').exists(): return ''
     if not ended: return f"the compiler was stopped after {limit:.0f} seconds; `limit=` allows it more"
-    return f"the compiler's process has ended with code {p.returncode}:\n" + '\n'.join(log.read_text(errors='replace').splitlines()[-12:])
+    return f"the compiler's process has ended with code {p.returncode}: {_last_words(log.read_text(errors='replace'))}"
 
 # %% ../../nbs/api/09c_aot.compile.ipynb #12b3f82e
 def compile_for(

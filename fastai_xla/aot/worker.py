@@ -62,6 +62,14 @@ def _location(module, error):
         if at and any(f'{_types.get(kind[1], kind[1].lower())}>' in str(r.type) for r in op.results): return int(at[1])
     return -1
 
+# %% ../../nbs/api/09b_aot.worker.ipynb #fd1b881a
+def _check_types(module):
+    error = 'Element type C128 is not supported on TPU.'
+    if (at := _location(module, error)) >= 0:
+        e = ValueError(error)
+        e.location = at
+        raise e
+
 # %% ../../nbs/api/09b_aot.worker.ipynb #b89a7581
 def _compile(folder, request):
     from jax._src import compiler
@@ -72,6 +80,7 @@ def _compile(folder, request):
     with mlir.make_ir_context() as ctx:
         module = hlo.deserialize_portable_artifact(ctx, (folder/'program.bc').read_bytes())
         _annotate(module, request)
+        _check_types(module)
         args = devices[0].client,module,xla_client.DeviceList(tuple(devices)),_options(devices),[]
         try: return compiler.backend_compile_and_load(*args)
         except Exception as e:
