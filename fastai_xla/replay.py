@@ -16,7 +16,6 @@ from types import MethodType, SimpleNamespace
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 from fastcore.all import *
 from fastai.callback.core import *
 from fastai.callback.fp16 import MixedPrecision

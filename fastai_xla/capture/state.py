@@ -8,6 +8,9 @@ Docs: https://fastai-xla.github.io/fastai_xla/api/capture.state.html.md"""
 __all__ = ['flatten', 'Refused', 'key_name', 'Places', 'Memory', 'item', 'leaf', 'grad']
 
 # %% ../../nbs/api/05b_capture.state.ipynb #1e39253c
+from dataclasses import is_dataclass
+from types import SimpleNamespace
+
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
@@ -17,22 +20,37 @@ from ..runtime import *
 
 if L not in pytree.SUPPORTED_NODES: pytree.register_pytree_node(L, lambda l: (list(l), None), lambda items,_: L(list(items)))
 
-def _made(cls, items):
-    "A tuple or list of a class of somebody's, whose constructor may take something else"
-    if issubclass(cls, tuple): return tuple.__new__(cls, items)
-    o = cls.__new__(cls)
-    list.extend(o, items)
-    return o
+# %% ../../nbs/api/05b_capture.state.ipynb #book0a1c
+def _rebuilt(cls, kind):
+    "Function that makes a `cls` of items, without calling its `__init__`"
+    def tuples(items, _): return tuple.__new__(cls, items)
+    def others(items, keys):
+        new = cls.__new__(cls)
+        if kind is list: list.extend(new, items)
+        elif kind is dict: dict.update(new, zip(keys, items))
+        else: new.__dict__.update(zip(keys, items))
+        return new
+    return tuples if kind is tuple else others
+
+def _parts(kind):
+    if kind is dict: return lambda o: (list(o.values()), list(o))
+    if kind is object: return lambda o: (list(vars(o).values()), list(vars(o)))
+    return lambda o: (list(o), None)
+
+def _kind_of(o):
+    "Which kind of container is this leaf?"
+    if isinstance(o, (tuple, list, dict)): return next(c for c in (tuple, list, dict) if isinstance(o, c))
+    return object if isinstance(o, SimpleNamespace) or is_dataclass(o) and not isinstance(o, type) else None
 
 def flatten(
-    o, # Tensors in lists, tuples and dicts
-) -> tuple: # Leaves, and what it takes to put them back
-    "`pytree.tree_flatten`, for classes derived from tuples and lists as well, such as `fastuple`"
+    o, # Anything
+): # Leaves, and the specification from which `tree_unflatten` makes the same of others
+    "The leaves of lists, tuples, dicts, dataclasses, and of subclasses of these"
     leaves,spec = pytree.tree_flatten(o)
-    new = {type(l) for l in leaves if isinstance(l, (tuple, list))}
-    if not new: return leaves,spec
-    for cls in new: pytree.register_pytree_node(cls, lambda l: (list(l), None), lambda items,_,cls=cls: _made(cls, items))
-    return flatten(o)
+    new = {type(l): k for l in leaves if not isinstance(l, torch.Tensor) and (k := _kind_of(l))}
+    for cls,kind in new.items(): pytree.register_pytree_node(cls, _parts(kind), _rebuilt(cls, kind))
+    return flatten(o) if new else (leaves, spec)
+
 
 # %% ../../nbs/api/05b_capture.state.ipynb #5e738090
 class Refused(RuntimeError):
@@ -70,7 +88,7 @@ class Places:
     def _walk(self, d, k, v, path):
         if isinstance(v, torch.Tensor): self.tensors.append((d, k, v, path))
         elif isinstance(v, _plain): self.numbers.append((d, k, v, path))
-        elif isinstance(v, (list, tuple, L)): self.trees.append((d, k, v, pytree.tree_flatten(v), path))
+        elif isinstance(v, (list, tuple, L)): self.trees.append((d, k, v, flatten(v), path))
         elif isinstance(v, dict): self._items(v, path)
         elif isinstance(v, nn.Module): self._module(v, path)
         if d is not None and not isinstance(v, (torch.Tensor, list, tuple, L, *_plain)): self.others.append((d, k, v, path))
@@ -137,5 +155,5 @@ class Memory:
                 if k not in d or d[k] is not v: d[k] = v
 
 def item(d, k): return d[k]
-def leaf(d, k, i): return pytree.tree_leaves(d[k])[i]
+def leaf(d, k, i): return flatten(d[k])[0][i]
 def grad(p): return p.grad

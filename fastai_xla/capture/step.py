@@ -213,7 +213,7 @@ def _changed(self:Trace, before, after, numbers):
 
 @patch
 def _tree_changed(self:Trace, v, leaves, path):
-    now = pytree.tree_leaves(v)
+    now = flatten(v)[0]
     plain = lambda ls: [o for o in ls if not isinstance(o, torch.Tensor)]
     if len(now) != len(leaves) or any(a is not b and not (type(a) is type(b) and isinstance(a, (int, float, str)) and a == b) for a,b in zip(plain(now), plain(leaves))): raise Refused(f"{path} holds other things after the step than before it")
     return any(a is not b for a,b in zip(now, leaves))
@@ -250,7 +250,7 @@ def _collect(self:Trace, outs):
         b = buffers([t])[0]
         return ('input', self.given.index(b), _kind(t)) if b in self.given else ('same', t)
     def tree(o):
-        leaves,spec = pytree.tree_flatten(o)
+        leaves,spec = flatten(o)
         return [leaf(t) for t in leaves],spec
     self.updated = [(i, root(self.memory.tensors[i])) for i in self.updated]
     self.replaced = [(d, k, *tree(v)) for d,k,v in self.replaced]
