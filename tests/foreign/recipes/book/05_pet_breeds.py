@@ -1,0 +1,15 @@
+"Presizing, cross-entropy, learning rates, confusion"
+setup = "from tests.foreign.recipes.book.common import start; start()"
+dropout = False
+cell_seconds = 900
+replace = {
+    '! [ -e /content ] && pip install -Uqq fastbook': '',
+    'Resize(460)': 'Resize(44)',
+    'size=224': 'size=32',
+    'sz=224': 'sz=32',
+    "(Path.cwd()/'images'/'grizzly.jpg')": "image_bear()",
+    'hide_index()': "hide(axis='index')",
+    'fit_one_cycle(6,': 'fit_one_cycle(2,',
+    'fit_one_cycle(12,': 'fit_one_cycle(3,',
+    'fine_tune(6, freeze_epochs=3)': 'fine_tune(2, freeze_epochs=1)',
+}

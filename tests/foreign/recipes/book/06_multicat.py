@@ -1,0 +1,11 @@
+"Several labels, then points"
+setup = "from tests.foreign.recipes.book.common import start; start()"
+dropout = False
+cell_seconds = 900
+replace = {
+    '! [ -e /content ] && pip install -Uqq fastbook': '',
+    'RandomResizedCrop(128,': 'RandomResizedCrop(32,',
+    'fine_tune(3, base_lr=3e-3, freeze_epochs=4)': 'fine_tune(2, base_lr=3e-3, freeze_epochs=1)',
+    'size=(240,320)': 'size=(24,32)',
+    'fine_tune(3, lr)': 'fine_tune(2, lr)',
+}
