@@ -1,13 +1,24 @@
 "Plain torch code on the XLA device, beside a learner or without one"
-import os, subprocess, sys
+import os
+os.environ.setdefault('PJRT_DEVICE', 'CPU')
+os.environ.setdefault('XLA_FLAGS', '--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true')
+import subprocess, sys
 
-env = os.environ | dict(PJRT_DEVICE='CPU', XLA_FLAGS='--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true')
+import pytest, torch
+import torch.nn.functional as F
+
+from fastai_xla.all import *
+from fastai_xla.runtime import *
+
+dev = device()
 
 def run(code):
     "`code` in a process of its own"
-    res = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, cwd=os.path.dirname(__file__), env=env)
+    res = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, cwd=os.path.dirname(__file__))
     assert res.returncode == 0, res.stdout+res.stderr
     return res.stdout
+
+# From the import on
 
 imported = '''
 import fastai_xla.all
@@ -33,3 +44,101 @@ with count_xla() as c: actual = grads(dev)
 assert not c.fallbacks, c
 for a,e in zip(actual, expected): torch.testing.assert_close(a, e, rtol=1e-4, atol=1e-5)
 ''')
+
+# The same numbers, types and gradients as on the CPU
+
+gen = torch.Generator().manual_seed(0)
+def rand(*size): return torch.randn(*size, generator=gen)
+
+x34,x45,x233 = rand(3, 4),rand(4, 5),rand(2, 3, 3)
+mask = x34 > 0
+
+calls = dict(
+    elu=lambda x: F.elu(x, 1.3), celu=lambda x: F.celu(x, .7), selu=F.selu, selu_inplace=lambda x: F.selu(x*1, inplace=True), elu_twice=lambda x: F.elu(F.elu(x)).exp(),
+    amax=lambda x: x.amax(), amin=lambda x: x.amin(keepdim=True), amax_dims=lambda x: x.amax((0,1)), norm_inf=lambda x: x.norm(p=float('inf')), norm_zero=lambda x: x.norm(p=0, dim=1),
+    cumsum=lambda x: x.cumsum(1), cumsum_of_mask=lambda x: (x > 0).cumsum(1), cumsum_int=lambda x: (x.clamp(-3, 3)*40).to(torch.int8).cumsum(0), mask_or_flags=lambda x: (x > 0) | (x*3).int(),
+    one_sample=lambda x: F.cross_entropy(x[0], torch.tensor(2, device=x.device)), one_sample_none=lambda x: F.nll_loss(x[0], torch.tensor(1, device=x.device), reduction='none'))
+
+def results(f, dev):
+    "Value of `f`, and its gradient where it has one"
+    x = x34.detach().to(dev).requires_grad_()
+    y = f(x)
+    if not y.requires_grad: return [y]
+    grad = torch.autograd.grad((y*torch.arange(1., 1+y.numel()).view(y.shape).to(dev)).sum(), x, allow_unused=True)[0]
+    return [y.detach()] if grad is None else [y.detach(), grad]
+
+def test_values_types_and_gradients_are_those_of_the_cpu():
+    with count_xla() as c: actual = fetch({n: results(f, dev) for n,f in calls.items()})
+    assert not c.fallbacks, c
+    for n,f in calls.items():
+        for a,e in zip(actual[n], results(f, 'cpu')):
+            assert (n, a.dtype, a.shape) == (n, e.dtype, e.shape)
+            torch.testing.assert_close(a, e, rtol=1e-5, atol=1e-6, msg=lambda m: f'{n}: {m}')
+
+# Einsum
+
+equations = {'ij,jk->ik': (x34, x45), 'ij,kj': (x34, rand(2, 4)), '...ij,...jk->...ik': (x233, rand(5, 1, 3, 4)), 'ij,jk->ik size 1': (x34, rand(1, 5)), 'ij,ij->j': (rand(1, 4), x34), 'ii': (x233[0],), 'ii->i': (x233[0],), 'bii->bi': (x233,),
+    'ij->': (x34,), 'i,j->ij': (x34[0], x34[1]), 'bij,bjk,bkl->bil': (x233, x233, x233), '...d,d->...': (x34, x34[0]), 'ijk,jk->i': (x233, x233[0]), 'bhqd,bhkd->bhqk': (rand(2, 2, 3, 4), rand(2, 2, 5, 4))}
+mismatched = {'ij,jk->ik': (x34, x34), 'bij,bjk->bik': (x233, rand(3, 3, 3)), 'i,i->': (x34[0], x45[0]), 'ij,ij->ij': (x34, rand(3, 5)), 'ii->i': (x34,), 'ij,jk->iq': (x34, x45), 'ij,jk->': (x34,), 'ij->iij': (x34,)}
+
+def einsum(eq, ts, dev, dtype):
+    ts = [t.detach().to(dev, dtype).requires_grad_() for t in ts]
+    y = torch.einsum(eq.split(' size')[0], *ts)
+    return [y.detach(), *torch.autograd.grad(y.sin().sum(), ts)]
+
+@pytest.mark.parametrize('dtype,limit', [(torch.float32, 1e-5), (torch.bfloat16, 5e-2)])
+def test_einsum_gives_the_numbers_of_the_cpu(dtype, limit):
+    with count_xla() as c: actual = fetch({eq: einsum(eq, ts, dev, dtype) for eq,ts in equations.items()})
+    assert not c.fallbacks, c
+    for eq,ts in equations.items():
+        for a,e in zip(actual[eq], einsum(eq, [t.to(dtype) for t in ts], 'cpu', torch.float64)):
+            assert a.shape == e.shape and a.dtype == dtype
+            assert (a.double()-e).abs().max() < limit*e.abs().max().clamp(min=1), eq
+
+@pytest.mark.parametrize('grad', (False, True))
+@pytest.mark.parametrize('eq', mismatched)
+def test_einsum_of_sizes_that_do_not_match_is_an_error(eq, grad):
+    for d in ('cpu', dev):
+        with pytest.raises(RuntimeError, match='einsum'): torch.einsum(eq, *[t.detach().to(d).requires_grad_(grad) for t in mismatched[eq]])
+
+# Permutations
+
+def draw(n, **kwargs):
+    sync()
+    return torch.randperm(n, device=dev, **kwargs)
+
+def test_permutation_is_drawn_once_and_repeats_from_a_seed():
+    manual_seed(7)
+    with count_xla() as c: p = draw(64)
+    halves = [p[:32].cpu(), p[32:].cpu()]
+    assert torch.equal(torch.cat(halves), p.cpu()) and torch.equal(p.sort()[0].cpu(), torch.arange(64)) and not c.fallbacks
+    again = draw(64).cpu()
+    assert not torch.equal(again, p.cpu())
+    manual_seed(7)
+    assert torch.equal(draw(64).cpu(), p.cpu())
+
+def test_permutations_are_uniform():
+    manual_seed(3)
+    draws = [tuple(draw(3).tolist()) for _ in range(300)]
+    assert len(set(draws)) == 6 and sum((draws.count(p)-50)**2/50 for p in set(draws)) < 25.7   # chi-square, 99.99%
+
+def test_arguments_of_randperm():
+    assert [draw(n).tolist() for n in (0, 1)] == [[], [0]]
+    assert [draw(5, dtype=t).dtype for t in (torch.int32, torch.float32)] == [torch.int32, torch.float32]
+    out = torch.empty(5, dtype=torch.int64, device=dev)
+    assert torch.randperm(5, out=out) is out and sorted(out.tolist()) == list(range(5))
+    on_host = torch.randperm(9, generator=torch.Generator().manual_seed(1))
+    assert torch.equal(draw(9, generator=torch.Generator().manual_seed(1)).cpu(), on_host)
+    with pytest.raises(RuntimeError, match='non-negative'): draw(-1)
+    with pytest.raises(RuntimeError, match='too large'): draw(300, dtype=torch.uint8)
+
+# Bad arguments
+
+bad = dict(mm=lambda x: x.mm(x), bmm=lambda x: x[None].bmm(x[None]), cat=lambda x: torch.cat([x, x[:, :2]]), index_shape=lambda x: x[(x > 0)[:2]], view=lambda x: x.view(5, 3), stack=lambda x: torch.stack([x, x[0]]), add=lambda x: x + x[0, :3],
+    grid=lambda x: F.grid_sample(x[None,None], torch.zeros(2, 2, 2, 2, device=x.device), align_corners=False), gather=lambda x: x.gather(1, torch.zeros(4, 1, dtype=torch.int64, device=x.device)), topk=lambda x: x.topk(9), linear=lambda x: F.linear(x, x[:, :2]),
+    cross_entropy=lambda x: F.cross_entropy(x, torch.zeros(2, dtype=torch.int64, device=x.device)), histc=lambda x: x.histc(0), layer_norm=lambda x: F.layer_norm(x, (3,)), conv=lambda x: F.conv1d(x[None], x[None, :2]), expand=lambda x: x.expand(2, 4))
+
+@pytest.mark.parametrize('name', bad)
+def test_wrong_sizes_are_an_error(name):
+    for d in ('cpu', dev):
+        with pytest.raises((RuntimeError, IndexError, ValueError)): bad[name](x34.to(d))

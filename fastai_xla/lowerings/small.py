@@ -58,6 +58,7 @@ def _logaddexp(a, b):
 # %% ../../nbs/api/01f_lowerings.small.ipynb #314aace3
 @_composite('histc')
 def _histc(x, bins=100, min=0, max=0):
+    if bins <= 0: raise RuntimeError(f"histc(): bins must be > 0, but got {bins}")
     x = x.detach().reshape(-1)
     lo,hi = (x.min(),x.max()) if min == max == 0 else (min, max)
     i = ((x-lo)*bins/(hi-lo)).floor().clamp(0, bins-1)
