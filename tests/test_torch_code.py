@@ -56,7 +56,7 @@ mask = x34 > 0
 calls = dict(
     elu=lambda x: F.elu(x, 1.3), celu=lambda x: F.celu(x, .7), selu=F.selu, selu_inplace=lambda x: F.selu(x*1, inplace=True), elu_twice=lambda x: F.elu(F.elu(x)).exp(),
     amax=lambda x: x.amax(), amin=lambda x: x.amin(keepdim=True), amax_dims=lambda x: x.amax((0,1)), norm_inf=lambda x: x.norm(p=float('inf')), norm_zero=lambda x: x.norm(p=0, dim=1),
-    cumsum=lambda x: x.cumsum(1), cumsum_of_mask=lambda x: (x > 0).cumsum(1), cumsum_int=lambda x: (x.clamp(-3, 3)*40).to(torch.int8).cumsum(0), mask_or_flags=lambda x: (x > 0) | (x*3).int(),
+    cumsum=lambda x: x.cumsum(1), cumsum_of_mask=lambda x: (x > 0).cumsum(1), cumsum_int=lambda x: (x.clamp(-3, 3)*40).to(torch.int8).cumsum(0), mask_or_flags=lambda x: mask.to(x.device) | (x*3).long(),
     one_sample=lambda x: F.cross_entropy(x[0], torch.tensor(2, device=x.device)), one_sample_none=lambda x: F.nll_loss(x[0], torch.tensor(1, device=x.device), reduction='none'))
 
 def results(f, dev):

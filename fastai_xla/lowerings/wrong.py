@@ -48,7 +48,7 @@ def _cumsum(x, dim, *, dtype=None):
     wide = dtype or (x.dtype if x.is_floating_point() or x.is_complex() else torch.int64)
     return torch.ops.aten.cumsum_(x.to(wide, copy=True), dim)
 
-bitwise = Lowering('bitwise', lambda: True, 'operands of two types give the second one')
+bitwise = Lowering('bitwise', lambda: True, 'operands of two types give the first one')
 
 def _bitwise(op):
     def _kernel(a, b):
