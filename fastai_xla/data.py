@@ -8,7 +8,7 @@ Docs: https://fastai-xla.github.io/fastai_xla/api/data.html.md"""
 __all__ = ['ahead', 'Fed', 'in_groups', 'feedable', 'feed']
 
 # %% ../nbs/api/06_data.ipynb #04da8813
-import pickle, random
+import pickle, random, warnings
 from collections import deque
 from concurrent import futures
 from contextlib import suppress
@@ -113,7 +113,21 @@ def _rows(dl, idxs):
     idxs,ts = torch.tensor(list(idxs), dtype=torch.long),dl.dataset.tensors
     idxs = torch.where(idxs < 0, idxs+len(dl.dataset), idxs)
     for i in idxs.split(dl.bs):
-        if len(i) == dl.bs or len(i) and not dl.drop_last: yield tuple(t.index_select(0, i) for t in ts)
+        at = {device: i.to(device) for device in {t.device for t in ts}}
+        if len(i) == dl.bs or len(i) and not dl.drop_last: yield tuple(t.index_select(0, at[t.device]) for t in ts)
+
+def _holds_xla(o, depth=0):
+    "Are there XLA tensors among a dataset's first items or its attributes?"
+    if isinstance(o, torch.Tensor): return is_xla(o)
+    if isinstance(o, dict): o = list(o.values())
+    if isinstance(o, (list, tuple, L)): return any(_holds_xla(v, depth+1) for v in o[:2])
+    return depth < 4 and hasattr(o, '__getitem__') and any(_holds_xla(v, depth+1) for v in getattr(o, '__dict__', {}).values())
+
+def _stay_in_process(dl):
+    if dl.fake_l.num_workers == 0 or not _holds_xla(dl.dataset): return
+    warnings.warn(f"The items of a DataLoader are on an XLA device, which a worker process cannot reach: it would wait for ever. They are read in this process, as with `num_workers=0`, and not by {dl.fake_l.num_workers} workers. "
+                  "Items on the CPU are sent while the step before is running, and cost less.")
+    dl.fake_l.num_workers = 0
 
 def _start(dl):
     "Start a pass over `dl`, as fastai does; an iterator over the batches, collated"
@@ -162,6 +176,7 @@ def feed(
 
 @patch
 def __iter__(self:DataLoader):
+    _stay_in_process(self)
     if not feedable(self): return self._orig___iter__()
     return (fed.batch() for fed in feed(self))
 

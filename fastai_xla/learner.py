@@ -27,6 +27,8 @@ from .report import *
 from .compat.core import *
 from .compat.learner import *
 from .compat.optimizer import *
+from .capture.effects import is_library
+from .hidden import *
 from .replay import *
 import fastai_xla.loop
 import fastai_xla.compat.progress, fastai_xla.compat.tracker, fastai_xla.compat.schedule, fastai_xla.compat.transform
@@ -61,6 +63,7 @@ def settle(
     device,loss = learn.xla_opt.device,loss_module(learn)
     if getattr(learn.dls, 'device', None) != device: _move_dls(learn.dls, device)
     new = move_module(learn.model, device) | (move_module(loss, device) if loss is not None else {})
+    learn.xla_opt.hidden()
     if new:
         for opt in {id(o): o for o in (learn.opt, learn.opt_func) if hasattr(o, 'param_lists')}.values(): swap_params(opt, new)
     if learn.opt is None: return
@@ -77,7 +80,15 @@ class XLAOptCallback(Callback):
     def __init__(self,
         device:torch.device, # XLA device of the learner
     ):
-        self.device,self.log,self.fitting,self.replay,self.ran,self.shapes = device,CostLog(),False,None,False,{}
+        self.device,self.log,self.fitting,self.replay,self.ran = device,CostLog(),False,None,False
+        self.shapes,self.told = {},set()   # of batches in this fit; what has been told of tensors in attributes
+
+    def hidden(self):
+        "Move the state that the model keeps in plain attributes, and tell of it once"
+        names = move_hidden(self.learn.model, self.device)
+        new = [n for n in names if n not in self.told]
+        if new: warnings.warn(moved_text(new, self.device))
+        self.told.update(names)
 
     def before_fit(self):
         settle(self.learn)
@@ -110,6 +121,7 @@ class XLAOptCallback(Callback):
         if self.replay: self.replay.advance()
 
     def _between(self, where):
+        self.hidden()   # a callback may have reset it
         self.settle()
         if self.fitting: self.log.between(f'{where} epoch {self.epoch}')
 
@@ -118,6 +130,7 @@ class XLAOptCallback(Callback):
     def before_validate(self): self._between('before validation,')
     def after_validate(self):  self._between('after validation,')
     def after_epoch(self):     self._between('after')
+    def after_fit(self):       self.hidden()
 
 # %% ../nbs/api/07_learner.ipynb #f13837cf
 def _leaves(o):
@@ -223,8 +236,11 @@ def _do_fit(self:Learner):
     if not hasattr(self, 'xla_opt'): return self._orig__do_fit()
     try: self._orig__do_fit()
     except CancelFitException: raise
-    except BaseException:
+    except BaseException as e:
+        roots = dict(model=self.model, loss_func=self.loss_func) | {type(cb).__name__: cb for cb in self.cbs if not is_library(type(cb).__module__)}
+        where = on_host_text(roots) if 'XLA tensor' in str(e) else ''
         _recover(self)
+        if where: raise RuntimeError(f'{e}\n{where}') from e
         raise
 
 # %% ../nbs/api/07_learner.ipynb #296d6dda
@@ -240,6 +256,7 @@ def detach_xla(self:Learner) -> Learner: # The learner itself, on the CPU
     if self.opt is not None and not isinstance(self.opt, OptimWrapper): restore_cleared(_opt_params(self.opt))
     loss = loss_module(self)
     new = move_module(self.model, cpu) | (move_module(loss, cpu) if loss is not None else {})
+    move_hidden(self.model, cpu)
     for opt in {id(o): o for o in (self.opt, self.opt_func) if hasattr(o, 'param_lists')}.values(): swap_params(opt, new)
     _move_dls(self.dls, cpu)
     rec = [self.recorder.loss, self.recorder.smooth_loss] if hasattr(self, 'recorder') else []

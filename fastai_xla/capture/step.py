@@ -194,7 +194,7 @@ def _changed(self:Trace, before, after, numbers):
     self.counts = []
     for d,k,name,_ in numbers.places.values(): self._count(d, k, name)
     for d,k,v,path in before.numbers:
-        if (id(d), k) not in numbers.places and d[k] is not v and d[k] != v: raise Refused(f"{path} changes within the step", f", from {v} to {d[k] if isinstance(d[k], (int, float, str)) else type(d[k]).__name__}")
+        if (id(d), k) not in numbers.places and d[k] is not v and (isinstance(d[k], torch.Tensor) or d[k] != v): raise Refused(f"{path} changes within the step", f", from {v} to {d[k] if isinstance(d[k], (int, float, str)) else type(d[k]).__name__}")
     others = [(path, d, k, v) for d,k,v,path in before.others if d[k] is not v]
     for path,d,k,v in others:
         if not (isinstance(v, dict) and isinstance(d[k], dict)): raise Refused(f"{path} is replaced within the step")

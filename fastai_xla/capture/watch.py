@@ -16,6 +16,7 @@ from torch import nn
 from fastcore.all import *
 
 from ..runtime import *
+from .effects import is_library
 
 # %% ../../nbs/api/05e_capture.watch.ipynb #c28216b8
 _plain = (int, float, str, bool, type(None))
@@ -24,6 +25,7 @@ _base_attrs = frozenset(nn.Module().__dict__) - {'training'}
 _for_all = [getattr(nn.modules.module, f'_global_{n}_hooks') for n in ('forward', 'forward_pre', 'backward', 'backward_pre')]
 
 def _all_plain(v): return isinstance(v, _plain) or isinstance(v, (tuple, list)) and all(map(_all_plain, v)) or isinstance(v, dict) and _all_plain(list(v.values()))
+def _type(v): return (type(v), *map(type, v)) if isinstance(v, (tuple, list)) and len(v) < 100 else type(v)
 def _is_object(v): return not isinstance(v, (torch.Tensor, dict, list, tuple))
 
 class Watch:
@@ -39,12 +41,14 @@ class Watch:
         self.lists = [(d, k, type(v)) for d,k,v in own if isinstance(v, (list, dict)) and _all_plain(v)]
         self.host = [(d, k) for d,k,v in own if isinstance(v, torch.Tensor) and not is_xla(v)]
         self.objects = [(d, k) for d,k,v in own if not _all_plain(v) and _is_object(v)]
+        self.user = [(m.__dict__, k) for m in ms if not is_library(type(m).__module__) for k in m.__dict__ if k not in _base_attrs]
         self.children = [d for m in ms for d in (m._modules, m._parameters, m._forward_hooks, m._forward_pre_hooks, m._backward_hooks, m._backward_pre_hooks)] + _for_all
         self.params = list(dict.fromkeys(p for o in modules for p in o.parameters()))
 
     def now(self) -> tuple: # Objects, to be compared by identity, and values
         "All of it as it is now"
-        objs,vals = [d[k] for d,k in (*self.objects, *self.host)],[d[k] for d,k in self.values] + [d[k]._version for d,k in self.host]
+        objs,vals = [d[k] for d,k in (*self.objects, *self.host)],[_type(d[k]) for d,k in self.user]   # types first: a tensor in the place of a number is not compared with it
+        vals += [d[k] for d,k in self.values] + [d[k]._version for d,k in self.host]
         for d in self.children: objs += d.values()
         vals += [len(d) for d in self.dicts] + [f(d[k]) for d,k,f in self.lists]
         for p in self.params: vals += (p.requires_grad, p.grad is None, p.requires_grad or getattr(p, '_cleared', False), p.dtype, p.shape, len(p._backward_hooks or ()), len(p._post_accumulate_grad_hooks or ()))
