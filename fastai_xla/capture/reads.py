@@ -19,7 +19,7 @@ from torch import nn
 from fastcore.all import *
 
 from ..runtime import *
-from .state import Refused
+from .state import Kept, Refused
 from .effects import is_library
 from .watch import of_batch
 
@@ -52,13 +52,12 @@ def _moves(v):
 def _copy(v):
     "What is put back where a step has changed `v` in place"
     if isinstance(v, (list, dict, set, deque, np.ndarray)): return v.copy()
-    if isinstance(v, torch.Tensor) and not (is_xla(v) and pending([v])[0]):
-        with torch.no_grad(): return v.detach().clone()
+    if isinstance(v, torch.Tensor) and not is_xla(v): return v.detach().clone()
+    if isinstance(v, torch.Tensor) and not pending([v])[0]: return Kept([v])
 
 def _put_back(v, was):
-    if isinstance(v, torch.Tensor):
-        if is_xla(v): v.data = was
-        else: v.copy_(was)
+    if isinstance(was, Kept): was.restore()
+    elif isinstance(v, torch.Tensor): v.copy_(was)
     elif isinstance(v, np.ndarray): v[...] = was
     elif was is not None:
         v.clear()

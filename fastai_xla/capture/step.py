@@ -171,7 +171,7 @@ class Trace:
             self.memory.restore()
             numbers.restore()
             manual_seed(rng)
-            self.roots = self.memory.copies = None
+            self.roots = self.memory.kept = None
             drop_pending()
 
     def _step(self, fn, j, numbers):
