@@ -224,7 +224,7 @@ class _Costs(Callback):
     def after_train(self): self.ms = (time.perf_counter()-self.start)/max(self.iter+1, 1)*1e3
     def after_batch(self):
         now,r = xla_counts(),self.learn.xla_opt.replay if hasattr(self.learn, 'xla_opt') else None
-        self.rows.append((self.training, self.iter, now-self.last, bool(r and r.tracing)))
+        if not (r and r.auditing): self.rows.append((self.training, self.iter, now-self.last, bool(r and r.tracing)))   # an audit reads the constants
         self.last = now
 
 def _run(case, xla):
