@@ -162,14 +162,14 @@ def _as_xla_device(d):
     if not is_xla(d): raise ValueError(f"to_xla('{d}'): this call takes an XLA device: nothing for the first one, a number, or 'xla:0'. For other devices there is `learn.dls.to('{d}')`, and `learn.detach_xla()` to come back to the CPU.")
     return device(d.index or 0)
 
-def _recorder(learn, n_steps, warn):
-    if not (why := cannot_replay()): return Replay(learn, n_steps, warn)
+def _recorder(learn, n_steps, replay):
+    if not (why := cannot_replay()): return Replay(learn, n_steps, replay is True, replay == 'audit')
     warnings.warn(f"Steps cannot be recorded and run again here: {why}. Training goes on without, each step traced anew.")
 
 @patch
 def to_xla(self:Learner,
     device:torch.device|str|int|None=None, # XLA device, its name or number; the first one by default
-    replay:bool|str='auto', # Record each step once and run it again, where that is proved safe? `False` traces every step; `True` warns of what cannot be recorded
+    replay:bool|str='auto', # Record each step once and run it again, where that is proved safe? `False` traces every step; `True` warns of what cannot be recorded; `'audit'` traces recorded steps again from time to time and compares
     steps_per_execution:int=1, # Steps that are recorded and run as one program: for small models, where the device waits for Python
     cache:str|None=None, # Folder in which compiled programs are kept for the next process, where the device's compiler can read them back
 ) -> Learner: # The learner itself
@@ -182,7 +182,7 @@ def to_xla(self:Learner,
     register_lowerings()
     if hasattr(self, 'xla_opt'): self.xla_opt.device = device
     else: self.add_cb(XLAOptCallback(device))
-    self.xla_opt.replay,self.replayed = _recorder(self, steps_per_execution, replay is True) if replay else None,None
+    self.xla_opt.replay,self.replayed = _recorder(self, steps_per_execution, replay) if replay else None,None
     settle(self)
     return self
 

@@ -75,8 +75,9 @@ class Replay:
         learn:Learner, # Learner on an XLA device
         n_steps:int=1, # Steps that are recorded and run as one
         warn:bool=False, # Warn of batches that cannot be recorded?
+        audited:bool=False, # Trace a recorded step again from time to time, and compare?
     ):
-        self.n_steps,self.warn,self.laters = n_steps,warn,{}
+        self.n_steps,self.warn,self.audited,self.laters = n_steps,warn,audited,{}
         self.learn,self.recs,self.why,self.watch,self.seen,self.n_seen = learn,{},Counter(),None,{},0
         self.feds,self.later,self.key,self.kind,self.held,self.looked,self.sizes = None,[],None,None,{},None,{}   # sizes: layer that counts its forward passes -> their batch sizes in a step, but the last
         self.failed = {True: 0, False: 0}   # training? -> kinds of batches refused since one was recorded
@@ -95,7 +96,7 @@ class Replay:
         self.passes,self.audits,self.auditing = 0,Counter(),False   # over a dataloader, in fits; training? -> audits of this fit
         self.moved,self.tracing,self.prepared = False,False,0   # was this batch traced? programs beside the step's: what a batch needs first
 
-    def __reduce__(self): return Replay, (self.learn, self.n_steps, self.warn)   # a copy of the learner records anew
+    def __reduce__(self): return Replay, (self.learn, self.n_steps, self.warn, self.audited)   # a copy of the learner records anew
 
     def start(self):
         "Begin a fit"
@@ -380,7 +381,7 @@ def _refuse(self:Replay, e):
 @patch
 def _audit_due(self:Replay, rec):
     "At the 2nd, 4th, 8th, ... batch of a recording, and at the first of each epoch"
-    return rec.audited != self.passes or rec.runs > 1 and rec.runs & rec.runs-1 == 0
+    return self.audited and (rec.audited != self.passes or rec.runs > 1 and rec.runs & rec.runs-1 == 0)
 
 @patch
 def _audit(self:Replay, rec, recs, inputs):
