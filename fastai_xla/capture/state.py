@@ -123,6 +123,7 @@ class Memory:
         places:Places, # Places to remember
         inputs=(), # XLA tensors beside them that a step may change in place, as a batch
     ):
+        self.of_modules = places.of_modules
         self.held = [(d, dict(d)) for d,*_ in places.keys.values()]
         self.lists = [(v, list(v)) for _,_,v,*_ in places.trees if isinstance(v, list)]
         self.readers = {}

@@ -299,6 +299,8 @@ class Recording:
         self.reads.find_variables()
         for k,c in self.consts.items():
             if self.buffers[k] == first.buffers[k] and (c.dim() or self.ids[k] == first.ids[k] >= 0): raise Refused(f"the step reads a tensor of shape {tuple(c.shape)} that is no attribute of the model, the loss or a callback, where a change of it would go unseen; make it a buffer of a module, or an attribute")
+        self.shapes = {k: (t.dtype, t.shape, True) for k,(t,(kind,_)) in enumerate(zip(trace.ts, self.sources)) if kind == 'state'}
+        self.of_modules = trace.memory.of_modules
         in_place = {i for i,_ in self.updated}
         self.handle = compile_graph(trace.roots, [t for t,(kind,at) in zip(trace.ts, self.sources) if kind == 'state' and in_place.issuperset(at)])
         self.kept = {k: trace.ts[k] for k in self.consts}
@@ -334,6 +336,9 @@ class Recording:
         states = [(k, next(iter(self.names[k].values()))) for k,(kind,_) in enumerate(self.sources) if kind == 'state']
         states.sort(key=lambda o: o[1][0] is not item)   # most are found without a call
         self.items,self.readers = [r[1:] for _,r in states if r[0] is item],[r for _,r in states if r[0] is not item]
+        replaced = {(id(d), k) for d,k,*_ in self.replaced}
+        self.attrs = [(r, self.shapes[k]) for k,r in states if not (r[0] is item and id(r[1]) in self.of_modules)]
+        self.own = [(r, shape) for r,shape in self.attrs if len(r) > 2 and (id(r[1]), r[2]) in replaced]   # the step itself may leave another shape or dtype there
         at = {(f, *map(id, a)): i for i,(_,(f,*a)) in enumerate(states)}
         self.in_place = [(at[key], r) for (f,*a),r in self.updated if (key := (f, *map(id, a))) in at]
         self.elsewhere = [((f, *a), r) for (f,*a),r in self.updated if (f, *map(id, a)) not in at]
@@ -374,13 +379,19 @@ def retrace(self:Recording,
             if not unread: raise
     self._plan()
 
+def _shape(reader):
+    f,*at = reader
+    try: t = f(*at)
+    except LookupError: return None   # gone
+    return (t.dtype, t.shape, t.is_xla) if isinstance(t, torch.Tensor) else None
+
 @patch
 def ready(self:Recording,
     untouched:bool=False, # Is it known that nobody's code has run since the last step?
 ) -> bool:
     "Compute the step's Python numbers. Do they, and what the user's functions read, allow it to go as recorded?"
     if not untouched: self.moved = self.reads.moved()
-    if self.moved: return False
+    if self.moved or any(_shape(r) != shape for r,shape in (self.own if untouched else self.attrs)): return False
     values = self.numbers.values()
     self.values = None if values is None else self.tape.evaluate(values)
     if self.values is None or not self.tape.holds(self.values): return False
