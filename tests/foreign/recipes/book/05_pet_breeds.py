@@ -13,3 +13,4 @@ replace = {
     'fit_one_cycle(12,': 'fit_one_cycle(3,',
     'fine_tune(6, freeze_epochs=3)': 'fine_tune(2, freeze_epochs=1)',
 }
+known = {'.to_fp16()': 'to_fp16 is float16 on the CPU and bfloat16 on XLA, which the warning says'}

@@ -4,6 +4,7 @@ dropout = False
 cell_seconds = 900
 replace = {
     '! [ -e /content ] && pip install -Uqq fastbook': '',
+    '.to_fp16()': '',
     'URLs.IMAGENETTE_160, 160, 128': 'URLs.IMAGENETTE_160, 44, 32',
     'presize=320, resize=224': 'presize=44, resize=40',
     '[64, 64, 128, 256, 512]': '[64, 16, 16, 32, 64]',

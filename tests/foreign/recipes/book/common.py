@@ -13,10 +13,11 @@ def small_batches(bs):
         init(self, dataset, bs, *args, **kwargs)
     DataLoader.__init__ = __init__
 
+def count(t): return torch.ones_like(t, dtype=torch.float32).as_subclass(torch.Tensor).cumsum(0)
+
 class EvenlySpread(torch.Tensor):
     "A tensor that is filled with the same numbers on each device, where others draw"
-    def count(self): return torch.arange(self.numel(), device=self.device).view(self.shape)
-    def uniform_(self, a=0., b=1.): return self.copy_((self.count()*.37 + .2)%1*(b-a) + a)
+    def uniform_(self, a=0., b=1.): return self.copy_((count(self)*.37 - .17)%1*(b-a) + a)
 
 def fix_draws():
     "Batch transforms take evenly spread numbers in place of random ones"
@@ -25,7 +26,7 @@ def fix_draws():
     def _draw_mask(x, *args, **kwargs): return draw_mask(x.as_subclass(EvenlySpread), *args, **kwargs)
     def mask_tensor(x, p=.5, neutral=0., batch=False):
         if p == 1.: return x
-        keep = (torch.arange(x.numel(), device=x.device)*3%10 < p*10).view(x.shape)
+        keep = count(x)*3%10 < p*10
         return (x.as_subclass(torch.Tensor)-neutral)*keep + neutral
     augment._draw_mask,augment.mask_tensor = _draw_mask,mask_tensor
 
