@@ -116,7 +116,7 @@ class XLAOptCallback(Callback):
         elif written:
             before = n_executions()
             settle_tensors()
-            if self.replay: self.replay.prepared += n_executions()-before
+            if self.replay and n_executions() > before: self.replay.after_step()
         self.ran = False
         if self.replay: self.replay.advance()
 
@@ -284,4 +284,4 @@ def xla_report(self:Learner) -> XLAReport: # Tables of compiles, executions, tra
     "What the last fit has cost on the XLA device"
     if not hasattr(self, 'xla_opt'): raise RuntimeError("This learner is not on an XLA device, so there is nothing to report. Call `learn.to_xla()` before you fit.")
     replay = self.xla_opt.replay
-    return XLAReport(self.xla_opt.log, replay and replay.plain)
+    return XLAReport(self.xla_opt.log, replay and replay.plain, replay and replay.beside)

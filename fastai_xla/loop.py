@@ -68,7 +68,7 @@ def _do_one_batch(self:Learner):
     if r.batch(): return
     if r.feds is not None:
         r.transform()
-        r.feds = None
+        r.feds,r.apart = None,r.reason
         if r.batch(): return
     r.plain[r.reason] += 1
     self._orig__do_one_batch()

@@ -65,8 +65,9 @@ class XLAReport:
     def __init__(self,
         log:CostLog|None=None, # Books of the fit
         plain:dict|None=None, # Why batches were traced anew instead of replayed -> how many
+        beside:dict|None=None, # What ran as a program of its own beside a replayed step -> in how many batches
     ):
-        self.log,self.plain = log or CostLog(),plain or {}
+        self.log,self.plain,self.beside = log or CostLog(),plain or {},beside or {}
         self.costs,self.compiled = self.log.costs,pd.DataFrame(self.log.compiled, columns=['where', 'compiles', 'seconds'])
         self.watch = self.log.watch
 
@@ -112,6 +113,7 @@ class XLAReport:
         looks = self.costs['training'].looks + self.costs['validation'].looks
         if looks: yield f"{looks} of the transfers to the host were looks for the progress bar, by the clock; they are left out per batch."
         for why,n in self.plain.items(): yield f"{n} batch{'es were' if n > 1 else ' was'} traced anew and not replayed: {why}."
+        for what,n in self.beside.items(): yield f"{n} batch{'es' if n > 1 else ''} ran a program beside the step: {what}."
         if self.watch is None and not self.clean:
             yield ("Which lines these come from, and why: `learn.xla_report(causes=True)`, which looks at a few batches, "
                    "or another fit with `cbs=XLAReportCallback()`.")

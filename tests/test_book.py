@@ -47,7 +47,7 @@ def same(make, story=lambda l: l.fit_one_cycle(2, 1e-2), tol=1e-4):
 
 def keeps(learn, executions=1, late=0, n=5):
     "Its steady batches keep the step contract; where state is made in the first step, there is a second kind of step"
-    train,valid = learn.probe.steady(True, late),learn.probe.steady(False)
+    train,valid = (learn.probe.steady(training, late) for training in (True, False))
     assert len(train) >= n and not breaches(train, executions), breaches(train, executions)
     assert not breaches(valid), breaches(valid)
 
@@ -225,6 +225,31 @@ def test_images_grow_between_fits(files):
         return preds, accuracy(preds, targs).item()
     keeps(same(lambda: digits_learner(files, dict(batch_tfms=Normalize.from_stats(*imagenet_stats, cuda=False))), story))
 
+def reasons(learn): return ' '.join(learn.xla_report()._notes())
+
 def test_mixed_images_with_smoothed_labels():
-    "MixUp's own program runs beside the step"
-    keeps(same(lambda: image_learner(loss_func=LabelSmoothingCrossEntropy(), cbs=MixUp(.4))), executions=2)
+    "MixUp's own program runs beside the step, and the report says so"
+    learn = same(lambda: image_learner(loss_func=LabelSmoothingCrossEntropy(), cbs=MixUp(.4)))
+    keeps(learn, executions=2)
+    assert '16 batches ran a program beside the step: what MixUp computes in before_batch' in reasons(learn)
+
+def test_presized_images_and_why_their_transforms_are_a_program_of_their_own(files):
+    "The place of the crop is drawn on the host; the transforms' other numbers on the device, so that losses are near only"
+    learn = tell(lambda: digits_learner(files, dict(size=20, batch_tfms=aug_transforms(size=16, min_scale=.75))), lambda l: l.fit(2, 1e-3), True)
+    keeps(learn, executions=2, late=1)
+    assert 'ran a program beside the step: the batch transforms, which the step cannot hold: the step draws random numbers on the host' in reasons(learn)
+
+class Watches(Callback):
+    "Reads the loss as people do"
+    def before_fit(self): self.seen = []
+    def after_batch(self):
+        if torch.isinf(self.loss) or torch.isnan(self.loss): raise CancelFitException
+        self.seen.append(self.loss.item())
+
+def test_loss_read_in_each_batch_costs_transfers_and_is_told():
+    def story(learn):
+        learn.fit(2, 1e-2)
+        return learn.watches.seen
+    learn = same(lambda: image_learner(cbs=Watches()), story)
+    assert learn.xla_report().per_batch()['to host'] >= 1
+    assert 'Which lines these come from' in reasons(learn)

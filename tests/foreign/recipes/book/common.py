@@ -16,8 +16,8 @@ def small_batches(bs):
 def count(t): return torch.ones_like(t, dtype=torch.float32).as_subclass(torch.Tensor).cumsum(0)
 
 class EvenlySpread(torch.Tensor):
-    "A tensor that is filled with the same numbers on each device, where others draw"
-    def uniform_(self, a=0., b=1.): return self.copy_((count(self)*.37 - .17)%1*(b-a) + a)
+    "A tensor that gives the same numbers on each device, where others draw"
+    def uniform_(self, a=0., b=1.): return (count(self)*.37 - .17)%1*(b-a) + a
 
 def fix_draws():
     "Batch transforms take evenly spread numbers in place of random ones"
