@@ -86,7 +86,7 @@ def _put_back(o, was):
 def _holders(learn):
     opts = [o for o in (learn.opt, getattr(learn.opt, 'opt', None)) if o is not None]
     means = [getattr(getattr(learn, 'recorder', None), n, None) for n in ('loss', 'smooth_loss')]
-    return [learn, *opts, *learn.cbs, *learn.metrics, *learn.dls.loaders, *(o for o in means if o is not None)]
+    return [learn, *opts, *learn.cbs, learn.xla_opt, *learn.metrics, *learn.dls.loaders, *(o for o in means if o is not None)]
 
 @contextmanager
 def unchanged(

@@ -162,6 +162,8 @@ def _as_xla_device(d):
     if not is_xla(d): raise ValueError(f"to_xla('{d}'): this call takes an XLA device: nothing for the first one, a number, or 'xla:0'. For other devices there is `learn.dls.to('{d}')`, and `learn.detach_xla()` to come back to the CPU.")
     return device(d.index or 0)
 
+def _attach(learn, cb): cb.learn,learn.xla_opt = learn,cb
+
 def _recorder(learn, n_steps, replay):
     if not (why := cannot_replay()): return Replay(learn, n_steps, replay is True, replay == 'audit')
     warnings.warn(f"Steps cannot be recorded and run again here: {why}. Training goes on without, each step traced anew.")
@@ -181,7 +183,7 @@ def to_xla(self:Learner,
     if defaults.use_cuda is False: raise ValueError("fastai has been told to put everything on the CPU, by `default_device(False)`. Take that back with `default_device(None)`, then call `learn.to_xla()`.")
     register_lowerings()
     if hasattr(self, 'xla_opt'): self.xla_opt.device = device
-    else: self.add_cb(XLAOptCallback(device))
+    else: _attach(self, XLAOptCallback(device))
     self.xla_opt.replay,self.replayed = _recorder(self, steps_per_execution, replay) if replay else None,None
     settle(self)
     return self
@@ -261,7 +263,8 @@ def detach_xla(self:Learner) -> Learner: # The learner itself, on the CPU
     _move_dls(self.dls, cpu)
     rec = [self.recorder.loss, self.recorder.smooth_loss] if hasattr(self, 'recorder') else []
     for o in (self, *self.cbs, *self.metrics, *rec): _host(o)
-    self.remove_cb(self.xla_opt)
+    self.xla_opt.learn = None
+    del self.xla_opt
     self.replayed = None
     return self
 
@@ -275,7 +278,7 @@ def export(self:Learner, fname='export.pkl', **kwargs):
     self.detach_xla()
     try: self._orig_export(fname, **kwargs)
     finally:
-        self.add_cb(cb)
+        _attach(self, cb)
         settle(self)
 
 # %% ../nbs/api/07_learner.ipynb #74258936

@@ -101,7 +101,7 @@ def _call_one(self:Learner, event_name):
     if 'xla_opt' not in self.__dict__: return self._orig__call_one(event_name)
     if not hasattr(event, event_name): raise Exception(f'missing {event_name}')
     r = _replay(self)
-    cbs = self.cbs.sorted('order') if r is None or event_name == 'after_fit' else list(r.acting(event_name))
+    cbs = ordered(self) if r is None or event_name == 'after_fit' else list(r.acting(event_name))
     for cb in cbs:
         if event_name == 'before_batch' and isinstance(cb, CastToTensor) and r and r.feds: continue   # `Replay` does that after the batch transforms
         reads = _reads_grads(cb) if r is None else cb in r.acting('reads gradients', _reads_grads)

@@ -14,7 +14,7 @@ import torch
 from fastcore.all import *
 import fastai.text.data, fastai.text.learner
 from fastai.text.data import SortedDL
-from fastai.text.learner import LMLearner, TextLearner
+from fastai.text.learner import LMLearner, TextLearner, decode_spec_tokens
 from fastai.text.models.awdlstm import AWD_LSTM
 from fastai.text.models.core import SentenceEncoder
 from fastai.torch_core import get_model, one_param
@@ -93,7 +93,9 @@ def _encoder(learn):
     return getattr(enc, 'module', enc)
 
 @patch
-def save_encoder(self:TextLearner, file):
+def save_encoder(self:TextLearner,
+    file:str # Filename for `Encoder`
+):
     "Save the encoder to `file` in the model directory"
     state = _encoder(self).state_dict()
     if not has_xla(state): return self._orig_save_encoder(file)
@@ -102,7 +104,10 @@ def save_encoder(self:TextLearner, file):
 def _load_device(device): return 'cpu' if is_xla(device) else device
 
 @patch
-def load_encoder(self:TextLearner, file, device=None):
+def load_encoder(self:TextLearner,
+    file:str, # Filename of the saved encoder
+    device:int|str|torch.device=None # Device used to load, defaults to `dls` device
+):
     "Load the encoder `file` from the model directory, optionally ensuring it's on `device`"
     return self._orig_load_encoder(file, device=_load_device(self.dls.device if device is None else device))
 
@@ -123,13 +128,13 @@ fastai.text.learner.load_model_text,fastai.text.learner.load_ignore_keys = load_
 
 # %% ../../nbs/api/04h_compat.text.ipynb #8a669740
 @patch
-@delegates(LMLearner._orig_predict if hasattr(LMLearner, '_orig_predict') else LMLearner.predict)
-def predict(self:LMLearner, text, n_words=1, *args, **kwargs):
+def predict(self:LMLearner, text, n_words=1, no_unk=True, temperature=1., min_p=None, no_bar=False, decoder=decode_spec_tokens, only_last_word=False):
     "Return `text` and the `n_words` that come after"
-    if not hasattr(self, 'xla_opt'): return self._orig_predict(text, n_words, *args, **kwargs)
+    args = n_words,no_unk,temperature,min_p,no_bar,decoder,only_last_word
+    if not hasattr(self, 'xla_opt'): return self._orig_predict(text, *args)
     cb = self.xla_opt
     self.detach_xla()
-    try: return self._orig_predict(text, n_words, *args, **kwargs)
+    try: return self._orig_predict(text, *args)
     finally:
         self.to_xla(cb.device)
         self.xla_opt.log,self.xla_opt.replay = cb.log,cb.replay

@@ -188,7 +188,7 @@ def unchanged(
 ):
     "Whatever the block does to `learn`, it is undone afterwards; within it, callbacks that write or show something are off"
     undo = _model_noted(learn.model) + _opt_noted(learn.opt) + _random_noted(learn.dls)
-    cbs = [(cb, dict(vars(cb))) for cb in learn.cbs]
+    cbs = [(cb, dict(vars(cb))) for cb in (*learn.cbs, *([learn.xla_opt] if hasattr(learn, 'xla_opt') else []))]
     attrs = dict(vars(learn)) | dict(cbs=L(list(learn.cbs)))
     learn.remove_cbs([cb for cb in learn.cbs if isinstance(cb, _writers)])
     try:

@@ -65,8 +65,7 @@ bar = re.compile(r'.*\|[-\s█]*\|\s*[\d.]+% \[.*|\s*(Epoch \d+/\d+ :)?\s*|█+'
 number = re.compile(r'(?<![\w.])[-+]?(?:\d+\.\d*(?:[eE][-+]?\d+)?|\d+(?:[eE][-+]?\d+)?|nan|inf)(?!\w)')
 noise = [(re.compile(r'\x1b\[[\d;]*m'), ''), (re.compile(r'\b\d+:\d\d(:\d\d)?\b'), 'TIME'), (re.compile(r'0x[0-9a-f]{6,}'), 'ADDRESS'),
          (re.compile(r",?\s*device='?xla(:\d+)?'?"), ''), (re.compile(r'\bxla(:\d+)?\b'), 'cpu'), (re.compile(r'\bid="?\w*"?'), ''),
-         (re.compile(r'(?:[\d.]+ ?(?:ns|µs|us|ms|s|min)\b ?)+'), 'TIME'), (re.compile(r'/tmp/[\w/.-]+'), 'PATH'),
-         (re.compile(r'(, |- | +- )XLAOptCallback\b'), '')]   # to_xla() adds it
+         (re.compile(r'(?:[\d.]+ ?(?:ns|µs|us|ms|s|min)\b ?)+'), 'TIME'), (re.compile(r'/tmp/[\w/.-]+'), 'PATH')]
 
 def clean(text):
     "A text without what differs from run to run: progress bars, times, addresses, the device's name"
