@@ -132,6 +132,30 @@ def test_arguments_of_randperm():
     with pytest.raises(RuntimeError, match='non-negative'): draw(-1)
     with pytest.raises(RuntimeError, match='too large'): draw(300, dtype=torch.uint8)
 
+# Graphs with one hash
+
+def product(m, n, last): return m @ n @ (m if last == 'm' else n)
+
+def test_graphs_that_differ_in_their_operands_have_their_own_values():
+    m,n = rand(3, 3),rand(3, 3)
+    on_xla = send([m, n], dev)
+    sync()
+    reads = dict(cpu=lambda t: t.cpu(), tolist=lambda t: torch.tensor(t.tolist()), copy=lambda t: t.to('cpu', torch.float64).float(), fetch=fetch, each=lambda t: torch.tensor([o.item() for o in t.flatten()]).view(3, 3))
+    for read in reads.values():
+        for last in 'mn': torch.testing.assert_close(read(product(*on_xla, last)), product(m, n, last), rtol=1e-4, atol=1e-5)
+
+def test_programs_of_such_graphs_are_two():
+    ts = send([rand(3, 3), rand(3, 3)], dev)
+    sync()
+    expected = [product(*fetch(ts), last) for last in 'mn']
+    for last,e in zip('mn', expected):
+        root = [product(*ts, last)]
+        inputs = graph_inputs(root)[1]
+        res = run_graph(compile_graph(root), inputs)
+        drop_pending()
+        assert len(res) == 1
+        torch.testing.assert_close(fetch(res[0]), e, rtol=1e-4, atol=1e-5)
+
 # Bad arguments
 
 bad = dict(mm=lambda x: x.mm(x), bmm=lambda x: x[None].bmm(x[None]), cat=lambda x: torch.cat([x, x[:, :2]]), index_shape=lambda x: x[(x > 0)[:2]], view=lambda x: x.view(5, 3), stack=lambda x: torch.stack([x, x[0]]), add=lambda x: x + x[0, :3],
