@@ -9,9 +9,9 @@ __all__ = ['torch_xla', 'xm', 'met', 'look_every', 'device', 'is_xla', 'programs
            'xla_counts', 'count_xla', 'told_apart', 'has_xla', 'fetch', 'send', 'send_batch', 'Look', 'move_module',
            'pending', 'graph_text', 'hlo_text', 'stablehlo', 'stablehlo_text', 'graph_hash', 'graph_debug',
            'graph_scope', 'use_cache', 'memory_info', 'manual_seed', 'rng_state', 'cannot_replay', 'tensor_id',
-           'buffers', 'n_holders', 'graph_inputs', 'compile_graph', 'run_graph', 'seed_tensor', 'advance_rng',
-           'next_seed', 'after_draws', 'n_draws', 'n_syncs', 'n_moves', 'settle_tensors', 'drop_pending',
-           'shared_scalars']
+           'buffers', 'send_constants', 'known_constants', 'n_holders', 'graph_inputs', 'compile_graph', 'run_graph',
+           'seed_tensor', 'advance_rng', 'next_seed', 'after_draws', 'n_draws', 'n_syncs', 'n_moves', 'settle_tensors',
+           'drop_pending', 'shared_scalars']
 
 # %% ../nbs/api/00_runtime.ipynb #5dc77bba
 import operator, os, re, time, warnings
@@ -467,6 +467,20 @@ def buffers(
 ) -> list: # A number for each
     "The device's memory behind `ts`: equal for aliases"
     return _XLAC._get_tensors_handle(ts)
+
+_constants = []
+
+def send_constants(
+    ts:list, # CPU tensors
+    device:torch.device, # An XLA device
+) -> list: # Tensors on `device`, to be kept by the caller
+    "Send tensors of this library, as the tables of a lowering, that nobody changes: a recorded step may read them"
+    _constants.extend(res := send(ts, device))
+    return res
+
+def known_constants() -> set: # As from `buffers`
+    "The memory of all that `send_constants` has sent"
+    return set(buffers(_constants)) if _constants else set()
 
 def n_holders(
     ts:list, # XLA tensors

@@ -297,8 +297,9 @@ class Recording:
         for n in 'tape hash sources names ids buffers consts meanings updated replaced outs counts grads reads n_draws'.split(): setattr(self, n, getattr(trace, n))
         self._compare(first)
         self.reads.find_variables()
+        known = known_constants()
         for k,c in self.consts.items():
-            if self.buffers[k] == first.buffers[k] and (c.dim() or self.ids[k] == first.ids[k] >= 0): raise Refused(f"the step reads a tensor of shape {tuple(c.shape)} that is no attribute of the model, the loss or a callback, where a change of it would go unseen; make it a buffer of a module, or an attribute")
+            if self.buffers[k] == first.buffers[k] and self.buffers[k] not in known and (c.dim() or self.ids[k] == first.ids[k] >= 0): raise Refused(f"the step reads a tensor of shape {tuple(c.shape)} that is no attribute of the model, the loss or a callback, where a change of it would go unseen; make it a buffer of a module, or an attribute")
         self.shapes = {k: (t.dtype, t.shape, True) for k,(t,(kind,_)) in enumerate(zip(trace.ts, self.sources)) if kind == 'state'}
         self.of_modules = trace.memory.of_modules
         in_place = {i for i,_ in self.updated}

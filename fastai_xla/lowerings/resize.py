@@ -32,7 +32,7 @@ def _taps(op, n_in, n_out, args, scale, transposed, dtype, device):
     if transposed: m = m.T
     used = (m != 0).float()
     idx = used.topk(int(used.sum(1).max()), 1)[1]
-    return send([idx.T.reshape(-1).int(), m.gather(1, idx).T.to(dtype).contiguous()], device)
+    return send_constants([idx.T.reshape(-1).int(), m.gather(1, idx).T.to(dtype).contiguous()], device)
 
 def _mix(x, d, idx, w):
     t,n = w.shape
