@@ -50,7 +50,8 @@ def test_found(cb, kind, says):
     assert len(told) == len(causes)                         # once each
     assert line_of(cb) in repr(learn.xla_report()) and all(line_of(cb) in t for t in told)
 
-@pytest.mark.parametrize('kwargs', [{}, dict(opt_func=SGD), dict(opt_func=RAdam), dict(cbs=[MixUp()]), dict(cbs=[GradientClip(.1)]), dict(metrics=None)], ids=str)
+@pytest.mark.parametrize('kwargs', [{}, dict(opt_func=SGD), dict(opt_func=RAdam), dict(cbs=[MixUp()]), dict(cbs=[GradientClip(.1)]), dict(metrics=None)],
+    ids='plain SGD RAdam MixUp GradientClip metrics'.split())
 def test_clean(kwargs):
     "Negative control, with a learning rate that changes in each step"
     kwargs = dict(kwargs)
