@@ -99,7 +99,7 @@ class XLAOptCallback(Callback):
 
     def before_batch(self):
         learn = self.learn   # whose attributes are slow to find through the callback
-        if getattr(learn, 'iter', None) is None: return   # the event is called by hand
+        if getattr(learn, 'iter', None) is None or getattr(learn, 'dl', None) is None: return   # the event, or the batch, is called by hand
         if learn.iter == 0: _check_batch(learn)
         _check_shapes(learn, self.shapes.setdefault(learn.training, {}))
 

@@ -466,6 +466,7 @@ def buffers(
     ts:list, # XLA tensors that are computed
 ) -> list: # A number for each
     "The device's memory behind `ts`: equal for aliases"
+    _XLAC._xla_wait_device_ops([])   # while a program runs, what it updates in place still shows the memory it had before
     return _XLAC._get_tensors_handle(ts)
 
 _constants = []

@@ -129,6 +129,17 @@ def test_batches_by_hand_after_a_fit():
         return losses
     compare(learner, story)
 
+def test_batch_by_hand_of_a_learner_that_has_never_had_a_dataloader():
+    "What `fit` sets is set by hand, but no `learn.dl`; the callbacks, which count, are away"
+    def story(learn):
+        learn.cbs = L()
+        learn.training,learn.loss = True,tensor(0.)
+        learn.create_opt()
+        learn.model.train()
+        for i in range(3): learn.one_batch(i, learn.dls.train.one_batch())
+        return learn.loss
+    compare(learner, story)
+
 # The loss that the backward pass starts from
 
 class Scales(Callback):
