@@ -6,12 +6,12 @@ Docs: https://fastai-xla.github.io/fastai_xla/api/runtime.html.md"""
 
 # %% auto #0
 __all__ = ['torch_xla', 'xm', 'met', 'look_every', 'device', 'is_xla', 'programs_to', 'sync', 'XLACounts', 'n_executions',
-           'xla_counts', 'count_xla', 'told_apart', 'has_xla', 'fetch', 'send', 'send_batch', 'Look', 'move_module',
-           'pending', 'graph_text', 'hlo_text', 'stablehlo', 'stablehlo_text', 'graph_hash', 'graph_debug',
-           'graph_scope', 'use_cache', 'memory_info', 'manual_seed', 'rng_state', 'cannot_replay', 'tensor_id',
-           'buffers', 'send_constants', 'known_constants', 'n_holders', 'graph_inputs', 'compile_graph', 'run_graph',
-           'seed_tensor', 'advance_rng', 'next_seed', 'after_draws', 'n_draws', 'n_syncs', 'n_moves', 'settle_tensors',
-           'drop_pending', 'shared_scalars']
+           'xla_counts', 'count_xla', 'told_apart', 'compute_apart', 'has_xla', 'fetch', 'send', 'send_batch', 'Look',
+           'move_module', 'pending', 'graph_text', 'hlo_text', 'stablehlo', 'stablehlo_text', 'graph_hash',
+           'graph_debug', 'graph_scope', 'use_cache', 'memory_info', 'manual_seed', 'rng_state', 'cannot_replay',
+           'tensor_id', 'buffers', 'send_constants', 'known_constants', 'n_holders', 'graph_inputs', 'compile_graph',
+           'run_graph', 'seed_tensor', 'advance_rng', 'next_seed', 'after_draws', 'n_draws', 'n_syncs', 'n_moves',
+           'settle_tensors', 'drop_pending', 'shared_scalars']
 
 # %% ../nbs/api/00_runtime.ipynb #5dc77bba
 import operator, os, re, time, warnings
@@ -228,8 +228,10 @@ def told_apart(
     n = taken.texts.index(text)
     return [*roots, _constant(n, roots[0].device)] if n else roots
 
-def _compute(ts):
-    "Compute those of `ts` that would be taken for others; the rest is left to the read"
+def compute_apart(
+    ts:list, # XLA tensors that are about to be read
+) -> list: # `ts`
+    "Compute `ts` where their graph would be taken for another one; otherwise that is left to the read"
     waiting = [t for t,p in zip(ts, _XLAC._check_tensor_need_materialization(ts)) if p]
     if waiting and len(roots := told_apart(waiting)) > len(waiting): _XLAC._xla_sync_multi(roots, [], True, True)
     return ts
@@ -269,7 +271,7 @@ def fetch(
     "Bring all XLA tensors in `o` to the host in one transfer"
     ts = _xla_tensors(o, [])
     if not ts: return o
-    host = _XLAC._xla_get_cpu_tensors(_compute(ts))   # of the tensors themselves: reading through a view of a parameter makes its next update another graph
+    host = _XLAC._xla_get_cpu_tensors(compute_apart(ts))   # of the tensors themselves: reading through a view of a parameter makes its next update another graph
     return _replaced(o, {id(t): _as_type_of(t, h) for t,h in zip(ts, host)})
 
 def _send1(t, device):

@@ -8,9 +8,6 @@ Docs: https://fastai-xla.github.io/fastai_xla/api/lowerings.reads.html.md"""
 __all__ = ['reads']
 
 # %% ../../nbs/api/01k_lowerings.reads.ipynb #d7c0e1a2
-import torch
-from fastcore.all import *
-
 from ..runtime import *
 from .core import *
 
@@ -19,12 +16,3 @@ reads = Lowering('reads', lambda: True, 'a graph is taken for another one with t
 
 @reads.kernel('_local_scalar_dense')
 def _item(x): return fetch(x).item()
-
-@reads.kernel('_to_copy')
-def _to_copy(x, *, dtype=None, layout=None, device=None, pin_memory=None, non_blocking=False, memory_format=None):
-    dtype,device = dtype or x.dtype,device or x.device
-    if device.type == 'meta': return torch.empty(x.shape, dtype=dtype, device=device)
-    if not is_xla(device): return fetch(x).to(device, dtype)
-    res = torch.empty(x.shape, dtype=dtype, device=device)
-    torch.ops.aten._copy_from(x, res)
-    return res
