@@ -1,6 +1,7 @@
 import os
 os.environ.setdefault('PJRT_DEVICE', 'CPU')
 os.environ.setdefault('MPLBACKEND', 'agg')
+os.environ.setdefault('XLA_FLAGS', '--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true')   # short compiles; nothing here is timed
 os.environ.setdefault('XLA_COMPILATION_CACHE_SIZE', '128')   # of some thousand graphs in one process, the later ones would find no address space
 
 def pytest_pycollect_makeitem(collector, name, obj):

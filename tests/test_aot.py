@@ -3,8 +3,6 @@
     make test ARGS='tests/test_aot.py'
 
 What needs the compiler is skipped where it is not installed (`pip install 'fastai_xla[aot]'`)."""
-import os
-os.environ['XLA_FLAGS'] = '--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true'   # short compiles
 import subprocess, sys
 import numpy as np, pytest, torch
 import torch.nn.functional as F

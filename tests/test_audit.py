@@ -1,6 +1,4 @@
 "A recording is checked against the code while it is replayed: what it does not see change is found at the next audit"
-import os
-os.environ.setdefault('XLA_FLAGS', '--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true')
 import warnings
 from math import cos
 import pytest

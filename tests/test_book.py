@@ -1,8 +1,6 @@
 """What the chapters of the fast.ai book do, in small: each story is told on the CPU and, with `.to_xla()` and nothing else, on XLA
 
 Losses, metrics and weights agree; a steady batch is one execution without a compile or a transfer to the host."""
-import os
-os.environ['XLA_FLAGS'] = os.environ.get('XLA_FLAGS', '') + ' --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true'   # short compiles; nothing here is timed
 import random
 from dataclasses import dataclass
 from functools import partial

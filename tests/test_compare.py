@@ -1,7 +1,4 @@
 "compare_models, trainable_params, check_training and compare_backends: what is found, with its name, and what is left as it was"
-import os
-os.environ.setdefault('PJRT_DEVICE', 'CPU')
-os.environ.setdefault('XLA_FLAGS', '--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true')   # short compiles; nothing here is timed
 import subprocess, sys
 from types import SimpleNamespace
 from copy import deepcopy

@@ -1,8 +1,6 @@
 """One execution, no compile, no transfer and no fallback in each steady batch, for every case of the coverage table
 
     make test ARGS='tests/test_contract.py -k optimizer'"""
-import os
-os.environ['XLA_FLAGS'] = '--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true'   # short compiles; nothing here is timed
 from functools import partial
 import pytest, torch
 from fastai.callback.core import Callback

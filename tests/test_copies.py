@@ -1,7 +1,4 @@
 "Nothing that a user holds is lost by a fit: copies of weights, of optimizer state and of whole learners keep their values"
-import os
-os.environ.setdefault('PJRT_DEVICE', 'CPU')
-os.environ.setdefault('XLA_FLAGS', '--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true')
 from copy import deepcopy
 
 import pytest, torch

@@ -1,6 +1,4 @@
 "Batches on their way to the device: the same as fastai's, one transfer each, read ahead where that changes no number, and nothing left behind"
-import os
-os.environ['XLA_FLAGS'] = '--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true'   # short compiles; nothing here is timed
 import _thread, gc, random, signal, subprocess, sys, threading, time, traceback
 from contextlib import contextmanager
 from pydoc_data.topics import topics

@@ -1,6 +1,5 @@
 "What users write around a Learner does on XLA what it does on the CPU"
 import contextlib, io, os, subprocess, sys, warnings
-os.environ['XLA_FLAGS'] = os.environ.get('XLA_FLAGS', '') + ' --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true'   # short compiles; nothing here is timed
 import pytest, torch
 from fastai.vision.all import *
 from fastai.callback.all import *

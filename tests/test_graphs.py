@@ -1,8 +1,6 @@
 """A step seen from the inside: counts against independent ones, pictures and files, and nothing of the learner changed
 
     make test ARGS='tests/test_graphs.py'"""
-import os
-os.environ['XLA_FLAGS'] = '--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true'   # short compiles; nothing here is timed
 import random, sys
 import numpy as np, pytest, torch
 import torch.nn.functional as F

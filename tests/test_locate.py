@@ -1,7 +1,4 @@
 "locate_fault: nothing found where nothing is wrong; layer, operator, pass and backend named where something is"
-import os
-os.environ.setdefault('PJRT_DEVICE', 'CPU')
-os.environ.setdefault('XLA_FLAGS', '--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true')   # short compiles; nothing here is timed
 import sys
 from pathlib import Path
 import pytest, torch

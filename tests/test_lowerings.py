@@ -1,7 +1,4 @@
 "Large grids for the lowerings: every combination against the CPU in float64, and each fault shown with its lowering off"
-import os
-os.environ.setdefault('PJRT_DEVICE', 'CPU')
-os.environ.setdefault('XLA_FLAGS', '--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true')
 import itertools
 from contextlib import nullcontext
 from copy import deepcopy

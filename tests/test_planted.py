@@ -1,8 +1,6 @@
 """Twelve faults of the kinds that cost months, each found by the tool that is there for it, with its name and its line
 
     make test ARGS='tests/test_planted.py'"""
-import os
-os.environ['XLA_FLAGS'] = '--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true'   # short compiles; nothing here is timed
 from contextlib import nullcontext
 import pytest, torch
 from fastai.vision.all import *

@@ -1,6 +1,4 @@
 "What the user's own functions read is looked at before a step is run again, and what they do to objects of their own is neither lost nor done twice"
-import os
-os.environ['XLA_FLAGS'] = os.environ.get('XLA_FLAGS', '') + ' --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true'
 import contextvars, csv, io, itertools, pickle, random
 from collections import deque
 from copy import deepcopy

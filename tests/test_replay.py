@@ -1,6 +1,4 @@
 "A replayed step is a plain step, bit for bit; and where it would not be, it is not replayed"
-import os
-os.environ['XLA_FLAGS'] = os.environ.get('XLA_FLAGS', '') + ' --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true'
 import random
 
 import pytest

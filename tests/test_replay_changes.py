@@ -1,6 +1,5 @@
 "Whatever changes between two steps, replayed training goes on as plain training does, bit for bit; and the controls show that each guard is needed"
 import os
-os.environ['XLA_FLAGS'] = os.environ.get('XLA_FLAGS', '') + ' --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true'   # short compiles; nothing here is timed
 os.environ.setdefault('XLA_COMPILATION_CACHE_SIZE', '128')
 import gc, subprocess, sys, tempfile, warnings, weakref
 from contextlib import contextmanager, nullcontext

@@ -2,7 +2,6 @@
 
 `python tests/test_replay_matrix.py [model or optimizer...]` runs all combinations and prints a table; as tests only a part of them, in which each model and each optimizer occurs."""
 import os
-os.environ['XLA_FLAGS'] = os.environ.get('XLA_FLAGS', '') + ' --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true'   # short compiles; nothing here is timed
 os.environ.setdefault('XLA_COMPILATION_CACHE_SIZE', '128')
 import contextlib, io, random, sys, time, warnings
 

@@ -1,8 +1,6 @@
 """The report names what makes a fit slow, with the line, and nothing where nothing is wrong
 
     make test ARGS='tests/test_report.py'"""
-import os
-os.environ['XLA_FLAGS'] = '--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true'   # short compiles; nothing here is timed
 import pytest, torch
 from fastai.vision.all import *
 from fastai_xla.all import *

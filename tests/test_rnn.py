@@ -1,6 +1,5 @@
 "Recurrent layers as loops on the device against PyTorch on the CPU in float64: outputs, last states and all gradients"
 import os, subprocess, sys
-os.environ['XLA_FLAGS'] = '--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true'   # short compiles; nothing here is timed
 from copy import deepcopy
 import pytest, torch
 from torch import nn

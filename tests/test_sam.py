@@ -1,7 +1,4 @@
 "SAM against an independent implementation, one execution per step on XLA, and what must not be counted twice"
-import os
-os.environ.setdefault('PJRT_DEVICE', 'CPU')
-os.environ.setdefault('XLA_FLAGS', '--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true')   # short compiles; nothing here is timed
 import contextlib
 from copy import deepcopy
 import pytest, torch

@@ -1,6 +1,5 @@
 "Langevin dynamics: counts on the device, gradients, densities with a closed form, and the training of an energy model"
 import math, os
-os.environ['XLA_FLAGS'] = os.environ.get('XLA_FLAGS', '') + ' --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true'
 from functools import partial
 import fastprogress.fastprogress
 import pytest, torch

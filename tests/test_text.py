@@ -1,6 +1,4 @@
 "fastai.text on XLA: the contract for language models and classifiers, and the CPU's numbers"
-import os
-os.environ['XLA_FLAGS'] = '--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true'   # short compiles; nothing here is timed
 from pydoc_data.topics import topics
 import pytest, torch
 from fastai.text.all import *

@@ -1,7 +1,5 @@
 "Plain torch code on the XLA device, beside a learner or without one"
 import os
-os.environ.setdefault('PJRT_DEVICE', 'CPU')
-os.environ.setdefault('XLA_FLAGS', '--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true')
 import subprocess, sys
 
 import pytest, torch
