@@ -30,6 +30,7 @@ from .compat.optimizer import *
 from .capture.effects import is_library
 from .hidden import *
 from .replay import *
+from .moves import *
 import fastai_xla.loop
 import fastai_xla.compat.progress, fastai_xla.compat.tracker, fastai_xla.compat.schedule, fastai_xla.compat.transform
 import fastai_xla.compat.augment, fastai_xla.compat.mixup, fastai_xla.compat.metrics, fastai_xla.compat.fp16, fastai_xla.compat.text, fastai_xla.compat.gan, fastai_xla.compat.hook
@@ -39,15 +40,16 @@ from .lowerings.all import register_lowerings
 def _opt_params(opt): return [p for pg in opt.param_lists for p in pg]
 
 def _strangers(learn):
-    own = {id(p) for m in (learn.model, loss_module(learn)) if m is not None for p in m.parameters()}
+    own = {id(p) for m in modules_of(learn) for p in m.parameters()}
     return [p for p in _opt_params(learn.opt) if id(p) not in own]
 
 def _renew_opt(learn):
     "Make a new optimizer for the model; parameters that both hold keep their state, and the hyper-parameters stay"
     old,hypers = learn.opt,[dict(h) for h in learn.opt.hypers]
     learn._orig_create_opt()
+    inner = lambda o: o.opt if isinstance(o, OptimWrapper) else o
     for p in _opt_params(learn.opt):
-        if p in old.state: learn.opt.state[p] = old.state[p]
+        if p in inner(old).state: inner(learn.opt).state[p] = inner(old).state[p]
     if len(hypers) == len(learn.opt.hypers):
         for k in hypers[0]: learn.opt.set_hyper(k, [h[k] for h in hypers])
 
@@ -60,12 +62,10 @@ def settle(
     learn:Learner, # Learner with an `XLAOptCallback`
 ):
     "Put the model on the learner's XLA device, and let its optimizer hold the model's parameters and no others"
-    device,loss = learn.xla_opt.device,loss_module(learn)
+    device = learn.xla_opt.device
     if getattr(learn.dls, 'device', None) != device: _move_dls(learn.dls, device)
-    new = move_module(learn.model, device) | (move_module(loss, device) if loss is not None else {})
+    move_learner(learn, device)
     learn.xla_opt.hidden()
-    if new:
-        for opt in {id(o): o for o in (learn.opt, learn.opt_func) if hasattr(o, 'param_lists')}.values(): swap_params(opt, new)
     if learn.opt is None: return
     if _strangers(learn) and not isinstance(learn.opt_func, OptimWrapper): _renew_opt(learn)
     lost = [p for p in _strangers(learn) if not is_xla(p)]
@@ -82,6 +82,7 @@ class XLAOptCallback(Callback):
     ):
         self.device,self.log,self.fitting,self.replay,self.ran = device,CostLog(),False,None,False
         self.shapes,self.told = {},set()   # of batches in this fit; what has been told of tensors in attributes
+        self.homes = {}   # (module, name) -> the parameter that was there when the model was moved last
 
     def hidden(self):
         "Move the state that the model keeps in plain attributes, and tell of it once"
@@ -121,7 +122,8 @@ class XLAOptCallback(Callback):
         if self.replay: self.replay.advance()
 
     def _between(self, where):
-        self.hidden()   # a callback may have reset it
+        move_learner(self.learn, self.device)   # a callback may have had it on the CPU
+        self.hidden()   # or reset it
         self.settle()
         if self.fitting: self.log.between(f'{where} epoch {self.epoch}')
 
@@ -255,11 +257,10 @@ def detach_xla(self:Learner) -> Learner: # The learner itself, on the CPU
     if not hasattr(self, 'xla_opt'): return self
     sync()
     cpu = torch.device('cpu')
+    move_learner(self, self.xla_opt.device)   # a part may be on the CPU already
     if self.opt is not None and not isinstance(self.opt, OptimWrapper): restore_cleared(_opt_params(self.opt))
-    loss = loss_module(self)
-    new = move_module(self.model, cpu) | (move_module(loss, cpu) if loss is not None else {})
+    move_learner(self, cpu)
     move_hidden(self.model, cpu)
-    for opt in {id(o): o for o in (self.opt, self.opt_func) if hasattr(o, 'param_lists')}.values(): swap_params(opt, new)
     _move_dls(self.dls, cpu)
     rec = [self.recorder.loss, self.recorder.smooth_loss] if hasattr(self, 'recorder') else []
     for o in (self, *self.cbs, *self.metrics, *rec): _host(o)

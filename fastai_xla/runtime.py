@@ -7,11 +7,11 @@ Docs: https://fastai-xla.github.io/fastai_xla/api/runtime.html.md"""
 # %% auto #0
 __all__ = ['torch_xla', 'xm', 'met', 'look_every', 'device', 'is_xla', 'programs_to', 'sync', 'XLACounts', 'n_executions',
            'xla_counts', 'count_xla', 'told_apart', 'compute_apart', 'has_xla', 'fetch', 'send', 'send_batch', 'Look',
-           'move_module', 'pending', 'graph_text', 'hlo_text', 'stablehlo', 'stablehlo_text', 'graph_hash',
-           'graph_debug', 'graph_scope', 'use_cache', 'memory_info', 'manual_seed', 'rng_state', 'cannot_replay',
-           'tensor_id', 'buffers', 'send_constants', 'known_constants', 'n_holders', 'graph_inputs', 'compile_graph',
-           'run_graph', 'seed_tensor', 'advance_rng', 'next_seed', 'after_draws', 'n_draws', 'n_syncs', 'n_moves',
-           'settle_tensors', 'drop_pending', 'shared_scalars']
+           'keep_hooks', 'move_module', 'pending', 'graph_text', 'hlo_text', 'stablehlo', 'stablehlo_text',
+           'graph_hash', 'graph_debug', 'graph_scope', 'use_cache', 'memory_info', 'manual_seed', 'rng_state',
+           'cannot_replay', 'tensor_id', 'buffers', 'send_constants', 'known_constants', 'n_holders', 'graph_inputs',
+           'compile_graph', 'run_graph', 'seed_tensor', 'advance_rng', 'next_seed', 'after_draws', 'n_draws', 'n_syncs',
+           'n_moves', 'settle_tensors', 'drop_pending', 'shared_scalars']
 
 # %% ../nbs/api/00_runtime.ipynb #5dc77bba
 import operator, os, re, time, warnings
@@ -332,6 +332,14 @@ class Look:
 # %% ../nbs/api/00_runtime.ipynb #7955761b
 def _owners(module): return [(m, n, p) for m in module.modules() for n,p in m._parameters.items() if p is not None]
 
+def keep_hooks(
+    new:dict, # Old parameter -> new parameter
+):
+    "Let the new parameters have the old ones' hooks"
+    for p,q in new.items():
+        for k in ('_backward_hooks', '_post_accumulate_grad_hooks'):
+            if getattr(p, k): setattr(q, k, getattr(p, k))   # the same dict, so that a hook's handle removes it still
+
 def move_module(
     module:nn.Module, # Module to move, in place
     device:torch.device|str, # Where to
@@ -350,9 +358,7 @@ def move_module(
         if id(p) in first: m._parameters[n] = first[id(p)]
         else: first[id(p)] = m._parameters[n]
         if m._parameters[n] is not p: res[p] = m._parameters[n]
-    for p,new in res.items():
-        for k in ('_backward_hooks', '_post_accumulate_grad_hooks'):
-            if getattr(p, k): setattr(new, k, getattr(p, k))   # the same dict, so that a hook's handle removes it still
+    keep_hooks(res)
     return res
 
 # %% ../nbs/api/00_runtime.ipynb #9531f8a2

@@ -136,6 +136,8 @@ def swap_params(
     new:dict, # Old parameter -> new parameter, as from `move_module`
 ):
     "Let `opt` train the new parameters in place of the old ones; its state follows them to their device"
+    for p,q in new.items():
+        if is_xla(q) and q.grad is None and getattr(p, '_cleared', False): q._cleared = True
     if isinstance(opt, Lookahead):
         swap_params(opt.opt, new)
         if opt.slow_weights is not None:
