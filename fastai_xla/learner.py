@@ -9,6 +9,7 @@ __all__ = ['settle', 'XLAOptCallback']
 
 # %% ../nbs/api/07_learner.ipynb #c31baef1
 import warnings
+from contextlib import suppress
 
 import numpy as np
 import torch
@@ -219,20 +220,24 @@ def fit(self:Learner, n_epoch, lr=None, wd=None, cbs=None, reset_opt=False, star
     cb.log.start()
     if cb.replay: cb.replay.start()
     cb.fitting = True
-    try: self._orig_fit(n_epoch, **args)
-    finally:
-        cb.settle()
-        cb.fitting = False
+    try:
+        self._orig_fit(n_epoch, **args)
+        cb.settle()   # after an error, `_recover` has
+    finally: cb.fitting = False
 
 # %% ../nbs/api/07_learner.ipynb #7b0cd9d0
 def _recover(learn):
+    "Leave the learner ready for another fit. What fails here must not hide the error that came first"
     for p in learn.model.parameters(): p.grad = None
-    learn('after_cancel_fit')
+    for cb in ordered(learn):
+        with suppress(Exception): cb('after_cancel_fit')
     for cb in learn.cbs:
-        if isinstance(cb, (LRFinder, ProgressCallback, CSVLogger)): cb.after_fit()
+        if not isinstance(cb, (LRFinder, ProgressCallback, CSVLogger)): continue
+        with suppress(Exception): cb.after_fit()
     torch.set_autocast_enabled('xla', False)
-    learn.xla_opt.settle()
-    if hasattr(learn, 'recorder'): fetch_attrs(learn.recorder, learn.recorder.smooth_loss)
+    with suppress(Exception): learn.xla_opt.settle()
+    if hasattr(learn, 'recorder'):
+        with suppress(Exception): fetch_attrs(learn.recorder, learn.recorder.smooth_loss)
     learn._end_cleanup()
 
 @patch

@@ -1,8 +1,4 @@
 "What a fit finds after a detour: parts of the model that have been on the CPU, and fits that ended in an exception"
-import os
-os.environ.setdefault('PJRT_DEVICE', 'CPU')
-os.environ.setdefault('XLA_FLAGS', '--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true')
-
 import pytest, torch
 from torch import nn
 from fastai.vision.all import *
@@ -15,7 +11,8 @@ def small(xla=None, opt=Adam, cbs=(), model=mlp, **kwargs):
     "A learner with 4 batches of training and 2 of validation; on XLA with the arguments `xla` for `to_xla`"
     torch.manual_seed(0)
     kwargs = dict(loss_func=CrossEntropyLossFlat(), metrics=accuracy, splitter=params_of) | kwargs
-    learn = Learner(image_dls(n=4*16, n_valid=2*16, shuffle=False), model(), opt_func=opt, cbs=list(cbs), **kwargs).remove_cb(ProgressCallback)
+    dls = image_dls(n=4*16, n_valid=2*16, shuffle=False)
+    learn = Learner(dls, model(), opt_func=opt, cbs=list(cbs), **kwargs).remove_cb(ProgressCallback)
     return learn if xla is None else learn.to_xla(**xla)
 
 def host(ts): return [t.detach().cpu() for t in ts]
@@ -109,3 +106,69 @@ def test_a_new_head_leaves_the_body_its_optimizer_state(opt):
     with learn.no_logging(): learn.fit(1, 1e-2)
     assert all(inner()[p] is s for p,s in zip(body, was))
     assert [int(inner()[p]['step']) for p in learn.model.parameters()] == [8]*2 + [4]*2
+
+class SecondOptimizer(Callback):
+    "Pulls the first layer towards zero, by an optimizer of its own whose learning rate falls"
+    def __init__(self, make, event):
+        self.make = make
+        setattr(self, event, self.pull)
+    def before_fit(self):
+        if not hasattr(self, 'opt2'): self.opt2 = self.make(self.learn.model[0].parameters())
+    def before_epoch(self):
+        for g in self.opt2.param_groups: g['lr'] = 1e-2/(1+self.epoch)
+    def pull(self):
+        if not self.training: return
+        self.opt2.zero_grad()
+        sum((p**2).sum() for p in self.learn.model[0].parameters()).backward()
+        self.opt2.step()
+
+@pytest.mark.parametrize('event', ['after_step', 'after_batch'])
+@pytest.mark.parametrize('make', [partial(torch.optim.Adam, lr=1e-2), partial(torch.optim.SGD, lr=1e-2, momentum=.9)], ids=['adam', 'sgd'])
+def test_a_callback_may_step_an_optimizer_of_its_own(make, event):
+    def run(xla=None): return two_fits(small(xla, opt=partial(SGD, mom=.9), cbs=[SecondOptimizer(make, event)]), lambda l: l.fit(2, 1e-2))
+    assert_same(weights(run({})), weights(run()), 1e-4)
+
+class FedInStep(Callback):
+    "Keeps a fastai metric and feeds it within the step"
+    def __init__(self, metric): self.metric,self.seen = metric,[]
+    def before_epoch(self): self.metric.reset()
+    def after_loss(self): self.metric.accumulate(self.learn)
+    def after_epoch(self): self.seen.append(float(self.metric.value))
+
+@pytest.mark.parametrize('metric', [AvgLoss, AvgSmoothLoss])
+def test_a_refused_trace_leaves_no_sums_in_a_callbacks_metric(metric):
+    def run(xla=None):
+        learn = small(xla, cbs=[FedInStep(metric())])
+        with learn.no_logging(): learn.fit(2, 1e-2)
+        return learn.fed_in_step
+    expected,got = run(),run({})
+    assert got.metric.count == expected.metric.count
+    assert_same([tensor(got.seen)], [tensor(expected.seen)])
+
+class Raises(Callback):
+    "Raises once, in a batch of the first epoch"
+    order = 1
+    def __init__(self, event, batch=0, training=True):
+        self.batch,self.on_training,self.on = batch,training,True
+        setattr(self, event, self.boom)
+    def boom(self):
+        if self.on and (self.iter,self.training) == (self.batch,self.on_training):
+            self.on = False
+            raise ZeroDivisionError('the first error')
+
+class FailsToo(Callback):
+    "Raises while the learner recovers from another error"
+    def after_cancel_fit(self): raise ValueError('a second error')
+
+@pytest.mark.parametrize('xla', [{}, dict(steps_per_execution=2), dict(replay=False)], ids=['recorded', 'grouped', 'retraced'])
+@pytest.mark.parametrize('event,batch,training', [('after_loss', 0, True), ('before_batch', 3, True), ('after_pred', 1, False)])
+def test_the_first_error_is_the_users_and_the_next_fit_goes_on(event, batch, training, xla):
+    def run(xla=None):
+        learn = small(xla, cbs=[Raises(event, batch, training), FailsToo()])
+        with learn.no_logging():
+            with pytest.raises(ZeroDivisionError, match='the first error'): learn.fit(1, 1e-2)
+            learn.fit(1, 1e-2)
+        return learn
+    expected,got = run(),run(xla)
+    assert_same(weights(got), weights(expected), 1e-4)
+    assert_same([tensor(got.recorder.values)], [tensor(expected.recorder.values)], 1e-4)
