@@ -30,6 +30,7 @@ from .compat.learner import *
 from .compat.optimizer import *
 from .capture.effects import is_library
 from .hidden import *
+from .mixed import *
 from .replay import *
 from .moves import *
 import fastai_xla.loop
@@ -66,6 +67,8 @@ def settle(
     device = learn.xla_opt.device
     if getattr(learn.dls, 'device', None) != device: _move_dls(learn.dls, device)
     move_learner(learn, device)
+    for m in (learn.model, loss_module(learn)):
+        if m is not None: explain_mixed(m)
     learn.xla_opt.hidden()
     if learn.opt is None: return
     if _strangers(learn) and not isinstance(learn.opt_func, OptimWrapper): _renew_opt(learn)
@@ -140,7 +143,14 @@ def _leaves(o):
     if isinstance(o, dict): o = list(o.values())
     return [l for v in o for l in _leaves(v)] if isinstance(o, (list, tuple, L)) else [o]
 
+def _check_default():
+    "Refuse to train where torch makes each tensor on XLA"
+    if not is_xla(torch.get_default_device()): return
+    raise RuntimeError("torch's default device is XLA (`torch.set_default_device` or `with torch.device`), so that every tensor which a dataset or a loop makes is one there: each item of a batch, each index, at a transfer or an "
+                       "execution apiece. Call `torch.set_default_device('cpu')` and leave the rest to `learn.to_xla()`, which sends the model and whole batches.")
+
 def _check_batch(learn):
+    _check_default()
     leaves = _leaves(tuple(learn.xb))
     arrays = [o for o in leaves + _leaves(tuple(learn.yb)) if isinstance(o, np.ndarray)]
     if arrays or not any(isinstance(o, torch.Tensor) for o in leaves):
@@ -184,12 +194,25 @@ def to_xla(self:Learner,
     if cache and (why := use_cache(cache)): warnings.warn(f"to_xla(cache='{cache}'): compiled programs are not kept: {why}. Training goes on, and the next process compiles anew.")
     if getattr(self, 'dls', None) is None: raise ValueError("This learner has no DataLoaders, and on XLA they send the batches to the device. Set `learn.dls` first, then call `learn.to_xla()`.")
     if defaults.use_cuda is False: raise ValueError("fastai has been told to put everything on the CPU, by `default_device(False)`. Take that back with `default_device(None)`, then call `learn.to_xla()`.")
+    _check_default()
     register_lowerings()
     if hasattr(self, 'xla_opt'): self.xla_opt.device = device
     else: _attach(self, XLAOptCallback(device))
     self.xla_opt.replay,self.replayed = _recorder(self, steps_per_execution, replay) if replay else None,None
     settle(self)
     return self
+
+# %% ../nbs/api/07_learner.ipynb #d00a0010
+def _warn_without(learn):
+    "Warn where a learner is about to train on XLA, or seems to, without `to_xla`"
+    if getattr(learn, 'dls', None) is None or not isinstance(learn.model, nn.Module): return
+    there,p = getattr(learn.dls, 'device', None),first(learn.model.parameters())
+    if is_xla(there):
+        why = ("nothing ends a step there, so the graph of each holds those of all before it: a compile per step, each longer than the last. And an optimizer that was made before the model has moved holds parameters which the "
+               "model has no longer: nothing trains, silently")
+    elif is_xla(p): why = f"the model is there and its dataloaders are on {there or 'the CPU'}, to which fastai brings the model back: it does not train on XLA, and an optimizer made before that trains nothing"
+    else: return
+    warnings.warn(f"This learner has been moved to XLA by hand, without `learn.to_xla()`: {why}. Call `learn.to_xla()` instead of `.to(device)` on the model or the dataloaders.")
 
 # %% ../nbs/api/07_learner.ipynb #53669542
 @patch
@@ -214,7 +237,10 @@ def freeze_to(self:Learner, n):
 def fit(self:Learner, n_epoch, lr=None, wd=None, cbs=None, reset_opt=False, start_epoch=0):
     "Fit `self.model` for `n_epoch` using `cbs`. Optionally `reset_opt`."
     args = dict(lr=lr, wd=wd, cbs=cbs, reset_opt=reset_opt, start_epoch=start_epoch)
-    if not hasattr(self, 'xla_opt'): return self._orig_fit(n_epoch, **args)
+    if not hasattr(self, 'xla_opt'):
+        _warn_without(self)
+        return self._orig_fit(n_epoch, **args)
+    _check_default()
     settle(self)
     cb = self.xla_opt
     cb.log.start()
@@ -265,6 +291,8 @@ def detach_xla(self:Learner) -> Learner: # The learner itself, on the CPU
     move_learner(self, self.xla_opt.device)   # a part may be on the CPU already
     if self.opt is not None and not isinstance(self.opt, OptimWrapper): restore_cleared(_opt_params(self.opt))
     move_learner(self, cpu)
+    for m in (self.model, loss_module(self)):
+        if m is not None: explain_no_more(m)
     move_hidden(self.model, cpu)
     _move_dls(self.dls, cpu)
     rec = [self.recorder.loss, self.recorder.smooth_loss] if hasattr(self, 'recorder') else []

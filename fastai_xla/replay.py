@@ -28,6 +28,7 @@ from fastai.vision.augment import AffineCoordTfm
 
 from .runtime import *
 from .compat.core import kept_on_device
+from .compat.metrics import on_host
 from .capture.numbers import *
 from .capture.state import *
 from .capture.effects import is_library
@@ -152,7 +153,7 @@ class Replay:
         if rec is None or rec not in self.learn.cbs or not len(self.learn.yb): return [],[]
         mets = rec._train_mets if self.learn.training else rec._valid_mets
         late = self.late or any(cb.order < rec.order for cb in self.acting('cuts a batch short', _cuts))   # ahead of the recorder, which then does not hear of the batch
-        sums = [m for m in mets if any(type(m).accumulate is c.accumulate for c in _sums) and not late]
+        sums = [m for m in mets if any(type(m).accumulate is c.accumulate for c in _sums) and m not in on_host and not late]
         return sums,[m for m in mets if m not in sums]
 
 # %% ../nbs/api/06b_replay.ipynb #9d55a83f
@@ -208,7 +209,7 @@ def strangers(self:Replay) -> bool:
 def _look(self:Replay, again=False):
     "Find the callbacks and metrics that are part of the step, and the attributes on which they may branch"
     learn = self.learn
-    now = (learn.training, self.late, learn.iter == 0, self.feds is None, self.feds and _ident(self.feds[0].tfm), len(learn.yb), self.cbs, id(learn.loss_func), [id(m) for m in learn.metrics])
+    now = (learn.training, self.late, learn.iter == 0, self.feds is None, self.feds and _ident(self.feds[0].tfm), len(learn.yb), self.cbs, id(learn.loss_func), [(id(m), m in on_host) for m in learn.metrics])
     if now == self.looked and learn.iter and not again: return
     self.looked = now
     self.mixed = first(cb for cb in learn.cbs if isinstance(cb, MixedPrecision))
@@ -536,6 +537,8 @@ def _run(self:Replay, rec, inputs):
     done = rec.run(inputs, self.same)
     learn.xla_opt.ran = True
     if rec.settled: self.beside["what has changed the model or its optimizer since the step before"] += 1
+    for m in self.others:
+        if m in on_host: self.beside[f"the metric {m.name}, with numpy on the host, for which predictions are fetched"] += 1
     self.advance()
     if not self.later and self.strangers():   # numbers that they draw go on from those of the step
         manual_seed(after_draws(rng, rec.n_draws))
