@@ -165,3 +165,22 @@ def test_accumulated_metric_in_numpy():
 def test_other_errors_of_a_metric_stay_as_they_are():
     def wrong(p, t): raise TypeError('of its own')
     with pytest.raises(TypeError, match='of its own'): fitted(learner(metrics=wrong).to_xla())
+
+# Random crops without a size
+
+def test_random_crops_without_a_size():
+    "Each batch has the shape of its crop, as on the CPU, and the user is told what that costs"
+    def make():
+        set_seed(0)
+        dls = image_dls(n=4*8, n_valid=8, bs=8, size=12, after_batch=aug_transforms(min_scale=.4, max_rotate=0, max_zoom=1, max_warp=0, max_lighting=0, do_flip=False))
+        return Learner(dls, nn.Sequential(ConvLayer(1, 4), nn.AdaptiveAvgPool2d(1), Flatten(), nn.Linear(4, 4)), loss_func=CrossEntropyLossFlat(), opt_func=SGD).remove_cb(ProgressCallback)
+    class Shapes(Callback):
+        def before_fit(self): self.seen = []
+        def after_batch(self): self.seen.append(tuple(self.x.shape))
+    cpu,learn = make(),make().to_xla()
+    there,here = Shapes(),Shapes()
+    for l,cb in ((cpu, there), (learn, here)):
+        random.seed(1)
+        with l.added_cbs(cb): said = fitted(l)
+    assert here.seen == there.seen and len(set(here.seen)) > 2
+    assert any('Random crops without a size' in w for w in said)

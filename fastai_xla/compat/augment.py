@@ -8,7 +8,7 @@ Docs: https://fastai-xla.github.io/fastai_xla/api/compat.augment.html.md"""
 __all__ = ['apply_perspective', 'mask_tensor', 'inside', 'encodes', 'cutout_gaussian']
 
 # %% ../../nbs/api/04i_compat.augment.ipynb #9d0d97b1
-import random
+import random, warnings
 from functools import partial
 
 import numpy as np
@@ -81,9 +81,13 @@ def _crop_index(n, start, length, out):
     "The pixel that each pixel of the result is, for `mode='nearest'`"
     return start + np.rint(np.arange(out)*((length-1)/max(out-1, 1))).astype(np.int64)
 
+_no_size = ("Random crops without a size give each batch another shape, and XLA compiles a graph for each, which takes far longer than a step. "
+    "Give them one: `aug_transforms(size=224, min_scale=.6)`.")
+
 @patch
 def _encode(self:RandomResizedCropGPU, x, mode):
-    if not is_xla(x) or not isinstance(x, (TensorImage, TensorMask)): return self._orig__encode(x, mode)
+    if is_xla(x) and self.size is None: warnings.warn(_no_size)
+    if self.size is None or not is_xla(x) or not isinstance(x, (TensorImage, TensorMask)): return self._orig__encode(x, mode)
     rows,cols = list(zip(x.shape[-2:], self.tl, self.cp_size, self.size))
     t = x.as_subclass(torch.Tensor)
     if mode == 'nearest':
