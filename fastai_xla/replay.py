@@ -229,6 +229,12 @@ def _tfms(self:Replay):
     return getattr(pipe, 'fs', [pipe])
 
 @patch
+def _parts(self:Replay):
+    "Attributes of what the batch transforms are made of, as the `fs` of a `LightingTfm`"
+    lists = [v for f in self._tfms() if hasattr(f, '__dict__') for v in vars(f).values() if isinstance(v, (list, tuple, L))]
+    return [vars(o) for v in lists for o in v if hasattr(o, '__dict__') and not isinstance(o, (nn.Module, torch.Tensor, type))]
+
+@patch
 def more_optimizers(self:Replay):
     "Those that callbacks within the step keep, beside the learner's"
     return [innermost(o) for o in self.stateful if not isinstance(o, Metric)]
@@ -337,10 +343,13 @@ def _record(self:Replay, inputs):
     start = {}
     def traced(j):
         if j: next_batch(learn)
-        held = dict(learn.__dict__)
+        held,parts = dict(learn.__dict__),[(d, dict(d)) for d in self._parts()]
         if j == 0: start.update(held)
         try: return self._step(j)
         finally:
+            for d,was in parts:   # else they would hold draws that are never computed
+                d.clear()
+                d.update(was)
             self._check_learner(held)
             if j == len(self.later):
                 learn.__dict__.update(start)

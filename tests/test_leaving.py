@@ -43,6 +43,15 @@ def test_export_needs_neither(tmp_path):
     assert (torch.load(tmp_path/'x.pt')-expected).abs().max() < 1e-5
     with learn.no_logging(): learn.fit(1, 1e-2)
 
+def test_export_and_copy_after_random_lighting(tmp_path):
+    "A transform keeps its last draw; that of a trace is never computed, and reading it for the file raised"
+    learn = quiet(path=tmp_path, dls=image_dls(after_batch=[Brightness(p=1.), Contrast(p=1.)])).to_xla()
+    with learn.no_logging(): learn.fit(2, 1e-2)
+    assert not learn.xla_report().plain
+    learn.export()
+    assert len(deepcopy(learn).dls.train.after_batch.fs) == len(learn.dls.train.after_batch.fs)
+    with learn.no_logging(): learn.fit(1, 1e-2)
+
 @pytest.mark.parametrize('opt', [partial(SGD, mom=.9), Adam, ranger, partial(OptimWrapper, opt=torch.optim.AdamW)], ids=['sgd', 'adam', 'ranger', 'torch'])
 def test_checkpoint_continues(opt, tmp_path):
     "Load with optimizer state, and the run goes on with the losses of the one that was not interrupted"
