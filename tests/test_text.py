@@ -93,6 +93,16 @@ def test_classifier_parity():
             return [pred.detach(), *torch.autograd.grad(F.cross_entropy(pred, y), list(model.parameters()))]
         for a,b in zip(fetch(run(xla.model, *(t.as_subclass(torch.Tensor) for t in b))), run(cpu.model, x, y), strict=True): assert (a-b).abs().max() < 1e-5*max(1, b.abs().max())
 
+def test_texts_shorter_than_a_chunk():
+    "The classifier pools the last 72 columns of batches that have 24"
+    dls = clas_dls(n=40, spread=1)
+    losses = []
+    for on_xla in (False, True):
+        set_seed(0)
+        learn = text_classifier_learner(dls, AWD_LSTM, config=small | dict(n_layers=1) | plain, pretrained=False).remove_cb(ProgressCallback)
+        losses.append(float((learn.to_xla() if on_xla else learn).validate()[0]))
+    test_close(*losses, eps=1e-5)
+
 def test_padding():
     "Texts keep their tokens in their order; lengths are few and from the list"
     dls = clas_dls()

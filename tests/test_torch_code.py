@@ -55,7 +55,8 @@ calls = dict(
     elu=lambda x: F.elu(x, 1.3), celu=lambda x: F.celu(x, .7), selu=F.selu, selu_inplace=lambda x: F.selu(x*1, inplace=True), elu_twice=lambda x: F.elu(F.elu(x)).exp(),
     amax=lambda x: x.amax(), amin=lambda x: x.amin(keepdim=True), amax_dims=lambda x: x.amax((0,1)), norm_inf=lambda x: x.norm(p=float('inf')), norm_zero=lambda x: x.norm(p=0, dim=1),
     cumsum=lambda x: x.cumsum(1), cumsum_of_mask=lambda x: (x > 0).cumsum(1), cumsum_int=lambda x: (x.clamp(-3, 3)*40).to(torch.int8).cumsum(0), mask_or_flags=lambda x: mask.to(x.device) | (x*3).long(),
-    one_sample=lambda x: F.cross_entropy(x[0], torch.tensor(2, device=x.device)), one_sample_none=lambda x: F.nll_loss(x[0], torch.tensor(1, device=x.device), reduction='none'))
+    one_sample=lambda x: F.cross_entropy(x[0], torch.tensor(2, device=x.device)), one_sample_none=lambda x: F.nll_loss(x[0], torch.tensor(1, device=x.device), reduction='none'),
+    slice_before_first=lambda x: x[:,-7:].exp(), slice_to_before_first=lambda x: x[:,:-9], slice_with_step=lambda x: x[-99:99:2].exp()[...,-2:], slice_of_view=lambda x: x.t()[-9:,-1:].exp())
 
 def results(f, dev):
     "Value of `f`, and its gradient where it has one"
@@ -72,6 +73,14 @@ def test_values_types_and_gradients_are_those_of_the_cpu():
         for a,e in zip(actual[n], results(f, 'cpu')):
             assert (n, a.dtype, a.shape) == (n, e.dtype, e.shape)
             torch.testing.assert_close(a, e, rtol=1e-5, atol=1e-6, msg=lambda m: f'{n}: {m}')
+
+def test_slices_before_the_first_element_are_views():
+    y,e = x34.to(dev),x34.clone()
+    for t in (y, e): t[:,-7:2] = 1
+    with torch.no_grad(): part = y[-9:]
+    part.add_(1)
+    assert part._base is not None
+    torch.testing.assert_close(y.cpu(), e+1)
 
 # Einsum
 

@@ -26,9 +26,16 @@ def _forget(module, idle):
     "Zero the hidden state of the rows in `idle`"
     if hasattr(module, 'hidden'): module.hidden = [tuple(h.masked_fill(idle[None,:,None], 0) for h in hs) for hs in module.hidden]
 
+def _aligned(input, pad_idx, bptt):
+    "Move texts that begin within a chunk to its start; the padding before them goes to the end"
+    sl = input.shape[1]
+    i = (input != pad_idx).int().argmax(1, keepdim=True) % bptt + torch.arange(sl, device=input.device)
+    return input.gather(1, i.clamp(max=sl-1)).masked_fill(i >= sl, pad_idx)
+
 @patch
 def forward(self:SentenceEncoder, input):
     if not is_xla(input): return self._orig_forward(input)
+    input = _aligned(input, self.pad_idx, self.bptt)
     bs,sl = input.size()
     if hasattr(self.module, 'bs'): self.module.bs = bs   # so that the first state does not depend on the batch before
     self.reset()
