@@ -26,8 +26,10 @@ from .parity.truth import swap_op
 from .parity.locate import locate_fault
 from .parity.backends import compare_backends
 
-_all_ = ['device', 'is_xla', 'sync', 'count_xla', 'manual_seed', 'XLAReport', 'XLAOptCallback', 'RunningBatchNorm', 'RunningBatchNorm1d', 'RunningBatchNorm2d', 'RunningBatchNorm3d', 'convert_norm', 'freeze_bn',
-    'langevin_sample', 'class_energy', 'ContrastiveDivergence', 'SAM', 'XLAReportCallback', 'explain_step', 'draw_graph', 'diff_graphs', 'compare_models', 'trainable_params', 'check_training', 'swap_op',
+_all_ = ['device', 'is_xla', 'sync', 'count_xla', 'manual_seed', 'XLAReport', 'XLAOptCallback', 'RunningBatchNorm',
+    'RunningBatchNorm1d', 'RunningBatchNorm2d', 'RunningBatchNorm3d', 'convert_norm', 'freeze_bn',
+    'langevin_sample', 'class_energy', 'ContrastiveDivergence', 'SAM', 'XLAReportCallback', 'explain_step',
+    'draw_graph', 'diff_graphs', 'compare_models', 'trainable_params', 'check_training', 'swap_op',
     'locate_fault', 'compare_backends', 'TPUReport', 'largest_batch']
 
 # %% ../nbs/api/20_all.ipynb #9a61b3f4

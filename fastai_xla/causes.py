@@ -170,7 +170,9 @@ def _changed(a, b, names):
         return Cause('shape' if o.shape != n.shape else 'dtype', f'{_name_of(n, o, names)} on its way to the device', b)
     outs = ', '.join(f'{o} became {n}' for o,n in zip(_tensors(a.outs), _tensors(b.outs)) if o != n)
     vals = ', '.join(f'{o!r} became {n!r}' for o,n in zip(_values((a.args, a.kwargs)), _values((b.args, b.kwargs))) if o != n)
-    if outs: return Cause('shape', f'the result of {b.name}, {outs}: ' + (f'its argument {vals}' if vals else 'its shape depends on the data'), b)
+    if outs:
+        return Cause('shape', f'the result of {b.name}, {outs}: '
+                     + (f'its argument {vals}' if vals else 'its shape depends on the data'), b)
     if vals and _depends(a, b): return Cause('constant', f'an argument of {b.name} is a constant of the graph, and {vals}', b)
 
 def compare(
@@ -334,7 +336,8 @@ class OpWatch(TorchDispatchMode):
 
     def _compiled(self, last, ops, alive, cost):
         names = {k: (last[2][k], s) for k,s in self.inputs.items() if k in last[2]}
-        none = [Cause('compile', 'another program, of the same operators, shapes, constants and outputs in the same lines: wired differently, or '
+        none = [Cause('compile',
+            'another program, of the same operators, shapes, constants and outputs in the same lines: wired differently, or '
             'inside of a kernel')]
         return compare(last[0], ops, (last[1], alive) if cost.compiles else ((), ()), names) or none*bool(cost.compiles)
 
@@ -359,5 +362,6 @@ def _numbers(old, new):
         and (o.part == 'forward' or o.part != 'update' and o.site.user)]
     pairs = [(a, b) for a,b in pairs if a.ins == b.ins and a.outs == b.outs and a.args+a.kwargs != b.args+b.kwargs]
     vals = lambda a,b: ', '.join(f'{x!r} became {y!r}' for x,y in zip(_values((a.args, a.kwargs)), _values((b.args, b.kwargs))) if x != y)
-    return [Cause('number', f'a Python number in {b.name}: {vals(a, b)}. It is sent to the device in each batch, and keeps the step from being '
+    return [Cause('number', f'a Python number in {b.name}: {vals(a, b)}. It is sent to '
+                            f'the device in each batch, and keeps the step from being '
         'recorded unless it is an attribute of a callback', b) for a,b in pairs if not _depends(a, b)]

@@ -39,7 +39,8 @@ def digits_dls(
     bs:int=64, # Batch size
 ) -> DataLoaders:
     "fastai `DataLoaders` of the digits, as a vision `DataBlock`"
-    block = DataBlock(blocks=(ImageBlock(PILImageBW), CategoryBlock), get_items=get_image_files, splitter=GrandparentSplitter(), get_y=parent_label,
+    block = DataBlock(blocks=(ImageBlock(PILImageBW), CategoryBlock),
+        get_items=get_image_files, splitter=GrandparentSplitter(), get_y=parent_label,
         batch_tfms=Normalize.from_stats([.3], [.38], cuda=False))
     return block.dataloaders(path, bs=bs, num_workers=0)
 
@@ -85,5 +86,6 @@ def doctor():
         w.data.sub_(w.grad)
         sync(wait=True)
     ok = bool((fetch(w.data) == -1).all())
-    print(f"{'XLA device':12} {dev} ({os.environ.get('PJRT_DEVICE')})\n\nOne training step: {c}\n{'It trains.' if ok else 'The weights are WRONG.'}")
+    print(f"{'XLA device':12} {dev} ({os.environ.get('PJRT_DEVICE')})\n\nOne "
+          f"training step: {c}\n{'It trains.' if ok else 'The weights are WRONG.'}")
     if not ok: sys.exit(1)

@@ -34,7 +34,8 @@ from .learner import *
 # %% ../nbs/api/14_coverage.ipynb #56040c25
 def _dls(x, y, bs=16, n_valid=64, n_inp=1, after_batch=None):
     n = len(x)
-    dsets = Datasets(L(range(n)), [[x.__getitem__], [y.__getitem__]], n_inp=n_inp, splits=[list(range(n-n_valid)), list(range(n-n_valid, n))])
+    dsets = Datasets(L(range(n)), [[x.__getitem__], [y.__getitem__]], n_inp=n_inp,
+                     splits=[list(range(n-n_valid)), list(range(n-n_valid, n))])
     return dsets.dataloaders(bs=bs, num_workers=0, after_batch=after_batch)
 
 def _images(y=None, n=16*16, c=3, size=32, classes=4, after_batch=None):
@@ -44,7 +45,9 @@ def _images(y=None, n=16*16, c=3, size=32, classes=4, after_batch=None):
     dls.c = classes
     return dls
 
-def _convnet(c=3, out=4): return nn.Sequential(nn.Sequential(ConvLayer(c, 8, stride=2)), nn.Sequential(ConvLayer(8, 8, stride=2), nn.AdaptiveAvgPool2d(1), Flatten(), nn.Linear(8, out)))
+def _convnet(c=3, out=4):
+    return nn.Sequential(nn.Sequential(ConvLayer(c, 8, stride=2)),
+                         nn.Sequential(ConvLayer(8, 8, stride=2), nn.AdaptiveAvgPool2d(1), Flatten(), nn.Linear(8, out)))
 
 def _halves(model): return [params(m) for m in model]
 
@@ -62,14 +65,16 @@ def sampled(f):
 def masks(classes=2, **kwargs):
     "Segmentation by two convolutions"
     y = lambda n,s,g: TensorMask(torch.randint(classes, (n,s,s), generator=g))
-    return Learner(_images(y, classes=classes), nn.Sequential(ConvLayer(3, 8), nn.Conv2d(8, classes, 1)), **(dict(loss_func=CrossEntropyLossFlat(axis=1)) | kwargs))
+    return Learner(_images(y, classes=classes), nn.Sequential(ConvLayer(3, 8), nn.Conv2d(8, classes, 1)),
+                   **(dict(loss_func=CrossEntropyLossFlat(axis=1)) | kwargs))
 
 def numbers(out=1, loss=None, y=None, **kwargs):
     "A multilayer perceptron on vectors"
     g = torch.Generator().manual_seed(0)
     x = torch.randn(16*20, 10, generator=g)
     y = y(x) if y else x[:,:out] + .1*torch.randn(len(x), out, generator=g)
-    return Learner(_dls(x, y), nn.Sequential(nn.Linear(10, 30), nn.BatchNorm1d(30), nn.ReLU(), nn.Dropout(.1), nn.Linear(30, out)), loss_func=loss or MSELossFlat(), **kwargs)
+    return Learner(_dls(x, y), nn.Sequential(nn.Linear(10, 30), nn.BatchNorm1d(30), nn.ReLU(), nn.Dropout(.1), nn.Linear(30, out)),
+                   loss_func=loss or MSELossFlat(), **kwargs)
 
 def two_classes(x): return (x[:,0] > 0).long()
 def many_labels(x): return (x[:,:4] > 0).float()
@@ -79,7 +84,8 @@ def tabular():
     g = np.random.default_rng(0)
     df = pd.DataFrame(dict(job=g.choice(list('abcd'), 400), age=g.normal(40, 10, 400)))
     df['rich'] = np.where((df.job == 'a') | (df.age > 50), 'yes', 'no')
-    dls = TabularDataLoaders.from_df(df, procs=[Categorify, FillMissing, NormalizeTabular], cat_names='job', cont_names='age', y_names='rich', valid_idx=list(range(64)), bs=16, num_workers=0)
+    dls = TabularDataLoaders.from_df(df, procs=[Categorify, FillMissing, NormalizeTabular], cat_names='job',
+                                     cont_names='age', y_names='rich', valid_idx=list(range(64)), bs=16, num_workers=0)
     return tabular_learner(dls, layers=[20,10], metrics=accuracy)
 
 def collab(**kwargs):
@@ -118,33 +124,42 @@ def tokens():
     x = torch.randint(20, (16*20, 12), generator=g)
     return Learner(_dls(x, (x.sum(1) > 114).long()), TransformerBlock(), loss_func=CrossEntropyLossFlat(), metrics=accuracy)
 
-def autoencoder(): return Learner(_images(lambda n,s,g: TensorImage(torch.rand(n, 3, s, s, generator=g))), nn.Sequential(ConvLayer(3, 8, stride=2), PixelShuffle_ICNR(8, 3)), loss_func=MSELossFlat())
+def autoencoder():
+    return Learner(_images(lambda n,s,g: TensorImage(torch.rand(n, 3, s, s, generator=g))),
+                   nn.Sequential(ConvLayer(3, 8, stride=2), PixelShuffle_ICNR(8, 3)), loss_func=MSELossFlat())
 
 def points():
     y = lambda n,s,g: TensorPoint(torch.rand(n, 2, 2, generator=g)*2-1)
-    return Learner(_images(y, after_batch=aug_transforms(size=24)), nn.Sequential(_convnet(out=4), Lambda(lambda x: x.view(-1, 2, 2))), loss_func=MSELossFlat())
+    return Learner(_images(y, after_batch=aug_transforms(size=24)),
+                   nn.Sequential(_convnet(out=4), Lambda(lambda x: x.view(-1, 2, 2))), loss_func=MSELossFlat())
 
 def unet(**kwargs):
     y = lambda n,s,g: TensorMask(torch.randint(3, (n,s,s), generator=g))
-    return unet_learner(_images(y, n=16*10, classes=3), resnet18, pretrained=False, n_out=3, loss_func=CrossEntropyLossFlat(axis=1), **kwargs)
+    return unet_learner(_images(y, n=16*10, classes=3), resnet18, pretrained=False,
+                        n_out=3, loss_func=CrossEntropyLossFlat(axis=1), **kwargs)
 
 def gan():
     dls = _dls(torch.randn(16*16, 8), TensorImage(torch.rand(16*16, 1, 16, 16)))
     generator = nn.Sequential(nn.Linear(8, 256), nn.ReLU(), Lambda(lambda x: x.view(-1, 1, 16, 16)))
-    critic = nn.Sequential(ConvLayer(1, 8, stride=2, norm_type=None), nn.AdaptiveAvgPool2d(1), Flatten(), nn.Linear(8, 1), Flatten(full=True))
+    critic = nn.Sequential(ConvLayer(1, 8, stride=2, norm_type=None), nn.AdaptiveAvgPool2d(1),
+                           Flatten(), nn.Linear(8, 1), Flatten(full=True))
     return GANLearner.wgan(dls, generator, critic, switch_eval=False, opt_func=RMSProp)
 
 def _texts(): return [topics[k] for k in sorted(topics)]
 
 def language_model():
-    dls = TextDataLoaders.from_df(pd.DataFrame(dict(text=_texts()[:30])), is_lm=True, text_col='text', valid_pct=.2, seed=0, tok_tfm=BaseTokenizer(), bs=8, seq_len=36, num_workers=0)
-    return language_model_learner(dls, AWD_LSTM, config=awd_lstm_lm_config | dict(emb_sz=20, n_hid=30), pretrained=False, metrics=[accuracy, Perplexity()])
+    dls = TextDataLoaders.from_df(pd.DataFrame(dict(text=_texts()[:30])), is_lm=True, text_col='text',
+                                  valid_pct=.2, seed=0, tok_tfm=BaseTokenizer(), bs=8, seq_len=36, num_workers=0)
+    return language_model_learner(dls, AWD_LSTM, config=awd_lstm_lm_config | dict(emb_sz=20, n_hid=30),
+                                  pretrained=False, metrics=[accuracy, Perplexity()])
 
 def text_classifier():
     words = ' '.join(_texts()).split()
     df = pd.DataFrame(dict(text=[' '.join(words[i*100:i*100 + 20+(i*37)%90]) for i in range(160)], label=[i%2 for i in range(160)]))
-    dls = TextDataLoaders.from_df(df, valid_pct=.2, seed=0, text_col='text', label_col='label', tok_tfm=BaseTokenizer(), bs=8, seq_len=24, num_workers=0)
-    return text_classifier_learner(dls, AWD_LSTM, seq_len=24, config=dict(emb_sz=20, n_hid=30, n_layers=2), pretrained=False, metrics=accuracy)
+    dls = TextDataLoaders.from_df(df, valid_pct=.2, seed=0, text_col='text', label_col='label',
+                                  tok_tfm=BaseTokenizer(), bs=8, seq_len=24, num_workers=0)
+    return text_classifier_learner(dls, AWD_LSTM, seq_len=24, config=dict(emb_sz=20, n_hid=30, n_layers=2),
+                                   pretrained=False, metrics=accuracy)
 
 def resnet(): return vision_learner(_images(n=16*10), resnet18, pretrained=False, loss_func=CrossEntropyLossFlat(), metrics=accuracy)
 def xresnet(): return Learner(_images(n=16*10), xresnet18(n_out=4), loss_func=CrossEntropyLossFlat(), metrics=accuracy)
@@ -175,43 +190,81 @@ def _cases(group, *args):
     groups[group] = [Case(*a[:2], beside=_beside.get(a[0], (0, 0)), **(a[2] if len(a) > 2 else {})) for a in args]
     for c in groups[group]: c.group = group
 
-_cases('model', ('convnet', images), ('resnet18', resnet), ('xresnet18', xresnet), ('unet', unet), ('autoencoder', autoencoder), ('points', points), ('multi-label', partial(numbers, 4, BCEWithLogitsLossFlat(), many_labels, metrics=accuracy_multi)),
-    ('two outputs', lambda: Learner(_images(), TwoHeads(), loss_func=_two_losses)), ('siamese', lambda: Learner(_dls(torch.randn(320, 10), torch.randint(2, (320,))), Siamese(), loss_func=CrossEntropyLossFlat())), ('transformer block', tokens),
-    ('tabular', tabular), ('collab', collab), ('collab with a network', partial(collab, use_nn=True, layers=[20])), ('regression', numbers), ('GAN', gan, dict(extra=4)), ('language model', language_model, dict(extra=2)), ('text classifier', text_classifier, dict(extra=9)))
+_cases('model', ('convnet', images), ('resnet18', resnet), ('xresnet18', xresnet), ('unet', unet), ('autoencoder', autoencoder),
+    ('points', points), ('multi-label', partial(numbers, 4, BCEWithLogitsLossFlat(), many_labels, metrics=accuracy_multi)),
+    ('two outputs', lambda: Learner(_images(), TwoHeads(), loss_func=_two_losses)),
+    ('siamese', lambda: Learner(_dls(torch.randn(320, 10), torch.randint(2, (320,))), Siamese(), loss_func=CrossEntropyLossFlat())),
+    ('transformer block', tokens),
+    ('tabular', tabular), ('collab', collab), ('collab with a network', partial(collab, use_nn=True, layers=[20])), ('regression', numbers),
+    ('GAN', gan, dict(extra=4)), ('language model', language_model, dict(extra=2)), ('text classifier', text_classifier, dict(extra=9)))
 
-_cases('augmentation', *((n, partial(images, t)) for n,t in dict(normalize=[Normalize.from_stats(*imagenet_stats, cuda=False)], flip=Flip(), dihedral=Dihedral(), rotate=Rotate(), zoom=Zoom(), warp=Warp(), brightness=Brightness(), contrast=Contrast(), saturation=Saturation(),
-    hue=Hue(), aug_transforms=aug_transforms(), aug_flip_vert=aug_transforms(flip_vert=True), aug_batch=aug_transforms(batch=True), aug_size=aug_transforms(size=24), aug_min_scale=aug_transforms(size=24, min_scale=.5), aug_nearest=aug_transforms(mode='nearest'),
-    aug_zeros=aug_transforms(pad_mode='zeros'), crop_gpu=RandomResizedCropGPU(24), erasing=RandomErasing(p=.5, max_count=2), int_to_float=IntToFloatTensor()).items()), ('mask and image', lambda: masks()), ('points and image', points))
+_cases('augmentation', *((n, partial(images, t)) for n,t in dict(normalize=[Normalize.from_stats(*imagenet_stats, cuda=False)], flip=Flip(),
+    dihedral=Dihedral(), rotate=Rotate(), zoom=Zoom(), warp=Warp(), brightness=Brightness(), contrast=Contrast(), saturation=Saturation(),
+    hue=Hue(), aug_transforms=aug_transforms(), aug_flip_vert=aug_transforms(flip_vert=True), aug_batch=aug_transforms(batch=True),
+    aug_size=aug_transforms(size=24), aug_min_scale=aug_transforms(size=24, min_scale=.5), aug_nearest=aug_transforms(mode='nearest'),
+    aug_zeros=aug_transforms(pad_mode='zeros'), crop_gpu=RandomResizedCropGPU(24), erasing=RandomErasing(p=.5, max_count=2),
+    int_to_float=IntToFloatTensor()).items()), ('mask and image', lambda: masks()), ('points and image', points))
 
-_cases('optimizer', *((n, partial(images, opt_func=o), dict(extra=e)) for n,o,e in [('SGD', SGD, 0), ('SGD momentum', partial(SGD, mom=.9), 0), ('SGD L2', partial(SGD, mom=.9, wd=.1, decouple_wd=False), 0), ('RMSProp', RMSProp, 0), ('RMSProp momentum', partial(RMSProp, mom=.9), 0),
-    ('Adam', Adam, 0), ('Adam L2', partial(Adam, decouple_wd=False), 0), ('RAdam', RAdam, 1), ('QHAdam', QHAdam, 0), ('Lamb', Lamb, 0), ('Larc', Larc, 0), ('LARS', partial(Larc, clip=False), 0), ('Lookahead', lambda p, lr: Lookahead(Adam(p, lr)), 1), ('ranger', ranger, 2),
-    ('torch SGD', _torch(torch.optim.SGD, momentum=.9), 0), ('torch Adam', _torch(torch.optim.Adam), 0), ('torch AdamW', _torch(torch.optim.AdamW), 0), ('torch RMSprop', _torch(torch.optim.RMSprop), 0), ('torch NAdam', _torch(torch.optim.NAdam), 0)]))
+_cases('optimizer', *((n, partial(images, opt_func=o), dict(extra=e)) for n,o,e in [('SGD', SGD, 0),
+    ('SGD momentum', partial(SGD, mom=.9), 0), ('SGD L2', partial(SGD, mom=.9, wd=.1, decouple_wd=False), 0),
+    ('RMSProp', RMSProp, 0), ('RMSProp momentum', partial(RMSProp, mom=.9), 0),
+    ('Adam', Adam, 0), ('Adam L2', partial(Adam, decouple_wd=False), 0), ('RAdam', RAdam, 1), ('QHAdam', QHAdam, 0), ('Lamb', Lamb, 0),
+    ('Larc', Larc, 0), ('LARS', partial(Larc, clip=False), 0),
+    ('Lookahead', lambda p, lr: Lookahead(Adam(p, lr)), 1), ('ranger', ranger, 2),
+    ('torch SGD', _torch(torch.optim.SGD, momentum=.9), 0), ('torch Adam', _torch(torch.optim.Adam), 0),
+    ('torch AdamW', _torch(torch.optim.AdamW), 0), ('torch RMSprop', _torch(torch.optim.RMSprop), 0),
+    ('torch NAdam', _torch(torch.optim.NAdam), 0)]))
 
-_cases('schedule', *((n, images, dict(run=r)) for n,r in dict(fit=lambda l: l.fit(2, 1e-3), fit_one_cycle=one_cycle, discriminative_lr=lambda l: l.fit_one_cycle(2, slice(1e-5, 1e-3)), fit_flat_cos=lambda l: l.fit_flat_cos(2, 1e-3), fit_sgdr=lambda l: l.fit_sgdr(1, 2, 1e-3),
-    fine_tune=lambda l: l.fine_tune(2, 1e-3), frozen=lambda l: (l.freeze(), l.fit(2)), lr_find=lambda l: l.lr_find(num_it=20, stop_div=False, show_plot=False), own_schedule=lambda l: l.fit(2, cbs=ParamScheduler({'lr': SchedCos(1e-3, 1e-4), 'wd': SchedLin(0., .1)}))).items()))
+_cases('schedule', *((n, images, dict(run=r)) for n,r in dict(fit=lambda l: l.fit(2, 1e-3), fit_one_cycle=one_cycle,
+    discriminative_lr=lambda l: l.fit_one_cycle(2, slice(1e-5, 1e-3)),
+    fit_flat_cos=lambda l: l.fit_flat_cos(2, 1e-3), fit_sgdr=lambda l: l.fit_sgdr(1, 2, 1e-3),
+    fine_tune=lambda l: l.fine_tune(2, 1e-3), frozen=lambda l: (l.freeze(), l.fit(2)),
+    lr_find=lambda l: l.lr_find(num_it=20, stop_div=False, show_plot=False),
+    own_schedule=lambda l: l.fit(2, cbs=ParamScheduler({'lr': SchedCos(1e-3, 1e-4), 'wd': SchedLin(0., .1)}))).items()))
 
-_cases('callback', *((n, lambda f=f: images().add_cbs(f())) for n,f in dict(early_stopping=EarlyStoppingCallback, save_model=SaveModelCallback, reduce_lr=ReduceLROnPlateau, terminate_on_nan=TerminateOnNaNCallback, csv_logger=CSVLogger, gradient_clip=lambda: GradientClip(.1),
-    gradient_accumulation=lambda: GradientAccumulation(32), mixup=MixUp, cutmix=CutMix, progress=ProgressCallback, show_graph=lambda: [ProgressCallback(), ShowGraphCallback()], bn_freeze=BnFreeze, short_epoch=lambda: ShortEpochCallback(.7), fetch_preds=FetchPredsCallback, activation_stats=ActivationStats, activation_hist=lambda: ActivationStats(with_hist=True), own_callback=lambda: Callback(after_pred=lambda self: setattr(self.learn, 'pred', self.pred*1.))).items()),
-    ('to_bf16', lambda: images().to_bf16()), ('to_fp16', lambda: images().to_fp16()), ('train_metrics', lambda: _train_metrics(images())), ('no train_bn', partial(images, train_bn=False)), ('channels_last', lambda: images().to_channelslast()), ('own sampling', lambda: sampled(lambda: np.random.permutation(192).tolist())))
+_cases('callback', *((n, lambda f=f: images().add_cbs(f())) for n,f in dict(early_stopping=EarlyStoppingCallback,
+    save_model=SaveModelCallback, reduce_lr=ReduceLROnPlateau, terminate_on_nan=TerminateOnNaNCallback,
+    csv_logger=CSVLogger, gradient_clip=lambda: GradientClip(.1),
+    gradient_accumulation=lambda: GradientAccumulation(32), mixup=MixUp, cutmix=CutMix, progress=ProgressCallback,
+    show_graph=lambda: [ProgressCallback(), ShowGraphCallback()], bn_freeze=BnFreeze, short_epoch=lambda: ShortEpochCallback(.7),
+    fetch_preds=FetchPredsCallback, activation_stats=ActivationStats, activation_hist=lambda: ActivationStats(with_hist=True),
+    own_callback=lambda: Callback(after_pred=lambda self: setattr(self.learn, 'pred', self.pred*1.))).items()),
+    ('to_bf16', lambda: images().to_bf16()), ('to_fp16', lambda: images().to_fp16()), ('train_metrics', lambda: _train_metrics(images())),
+    ('no train_bn', partial(images, train_bn=False)), ('channels_last', lambda: images().to_channelslast()),
+    ('own sampling', lambda: sampled(lambda: np.random.permutation(192).tolist())))
 
 def _train_metrics(learn):
     learn.recorder.train_metrics = True
     return learn
 
-_cases('loss', *((n, partial(images, loss_func=f)) for n,f in dict(cross_entropy=CrossEntropyLossFlat(), weighted=CrossEntropyLossFlat(weight=torch.tensor([1.,2.,3.,4.])), label_smoothing=LabelSmoothingCrossEntropyFlat(), label_smoothing_plain=LabelSmoothingCrossEntropy(), focal=FocalLossFlat()).items()),
-    ('mse', numbers), ('l1', partial(numbers, loss=L1LossFlat())), ('bce', partial(numbers, 4, BCEWithLogitsLossFlat(), many_labels)), ('dice', partial(masks, loss_func=DiceLoss())))
+_cases('loss', *((n, partial(images, loss_func=f)) for n,f in dict(cross_entropy=CrossEntropyLossFlat(), weighted=CrossEntropyLossFlat(
+    weight=torch.tensor([1.,2.,3.,4.])), label_smoothing=LabelSmoothingCrossEntropyFlat(),
+                                                                   label_smoothing_plain=LabelSmoothingCrossEntropy(),
+                                                                   focal=FocalLossFlat()).items()),
+    ('mse', numbers), ('l1', partial(numbers, loss=L1LossFlat())),
+    ('bce', partial(numbers, 4, BCEWithLogitsLossFlat(), many_labels)), ('dice', partial(masks, loss_func=DiceLoss())))
 
-_class = [error_rate, partial(top_k_accuracy, k=2), F1Score(average='macro'), FBeta(2, average='macro'), Precision(average='macro'), Recall(average='macro'), BalancedAccuracy(), CohenKappa(), MatthewsCorrCoef(), HammingLoss(), Jaccard(average='macro'), Perplexity(), RocAuc()]
+_class = [error_rate, partial(top_k_accuracy, k=2), F1Score(average='macro'), FBeta(2, average='macro'), Precision(average='macro'),
+          Recall(average='macro'), BalancedAccuracy(), CohenKappa(), MatthewsCorrCoef(),
+          HammingLoss(), Jaccard(average='macro'), Perplexity(), RocAuc()]
 _regr = [mse, rmse, mae, msle, exp_rmspe, R2Score(), ExplainedVariance(), PearsonCorrCoef(), SpearmanCorrCoef()]
 _segm = [Dice(), JaccardCoeff(), foreground_acc, DiceMulti(), JaccardCoeffMulti()]
 _labels = [accuracy_multi, F1ScoreMulti(), RocAucMulti(), APScoreMulti(), HammingLossMulti()]
 def _mname(m): return m.name if isinstance(m, Metric) else getattr(m, 'func', m).__name__
-_cases('metric', *((_mname(m), partial(images, metrics=m)) for m in _class), *((_mname(m), partial(numbers, y=(lambda x: x[:,:1].abs()) if m in (msle, exp_rmspe) else None, metrics=m)) for m in _regr), *((_mname(m), partial(masks, metrics=m)) for m in _segm),
-    *((_mname(m), partial(numbers, 4, BCEWithLogitsLossFlat(), many_labels, metrics=m)) for m in _labels), ('roc_auc_score_binary', partial(numbers, 2, CrossEntropyLossFlat(), two_classes, metrics=RocAucBinary())), ('value metric', partial(images, metrics=ValueMetric(lambda: 1., 'one'))))
+_cases('metric', *((_mname(m), partial(images, metrics=m)) for m in _class),
+    *((_mname(m), partial(numbers, y=(lambda x: x[:,:1].abs()) if m in (msle, exp_rmspe) else None, metrics=m)) for m in _regr),
+    *((_mname(m), partial(masks, metrics=m)) for m in _segm),
+    *((_mname(m), partial(numbers, 4, BCEWithLogitsLossFlat(), many_labels, metrics=m)) for m in _labels),
+    ('roc_auc_score_binary', partial(numbers, 2, CrossEntropyLossFlat(), two_classes, metrics=RocAucBinary())),
+    ('value metric', partial(images, metrics=ValueMetric(lambda: 1., 'one'))))
 
 # %% ../nbs/api/14_coverage.ipynb #f237b84b
-_cases('inference', *((n, images, dict(run=f)) for n,f in dict(validate=lambda l: l.validate(), get_preds=lambda l: l.get_preds(), get_preds_all=lambda l: l.get_preds(with_input=True, with_loss=True, with_decoded=True), get_preds_train=lambda l: l.get_preds(ds_idx=0), test_dl=lambda l: l.get_preds(dl=l.dls.test_dl(list(range(32)))),
-    mc_dropout=lambda l: l.get_preds(cbs=MCDropoutCallback()), tta=lambda l: l.tta(n=2), predict=lambda l: l.predict(3), interpretation=lambda l: Interpretation.from_learner(l), summary=lambda l: l.summary(), save_load=lambda l: (l.save('m'), l.load('m')), export=lambda l: l.export(l.path/'e.pkl')).items()))
+_cases('inference', *((n, images, dict(run=f)) for n,f in dict(validate=lambda l: l.validate(), get_preds=lambda l: l.get_preds(),
+    get_preds_all=lambda l: l.get_preds(with_input=True, with_loss=True, with_decoded=True),
+    get_preds_train=lambda l: l.get_preds(ds_idx=0), test_dl=lambda l: l.get_preds(dl=l.dls.test_dl(list(range(32)))),
+    mc_dropout=lambda l: l.get_preds(cbs=MCDropoutCallback()), tta=lambda l: l.tta(n=2), predict=lambda l: l.predict(3),
+    interpretation=lambda l: Interpretation.from_learner(l), summary=lambda l: l.summary(),
+    save_load=lambda l: (l.save('m'), l.load('m')), export=lambda l: l.export(l.path/'e.pkl')).items()))
 
 # %% ../nbs/api/14_coverage.ipynb #42533922
 class _Costs(Callback):
@@ -224,7 +277,8 @@ class _Costs(Callback):
     def after_train(self): self.ms = (time.perf_counter()-self.start)/max(self.iter+1, 1)*1e3
     def after_batch(self):
         now,r = xla_counts(),self.learn.xla_opt.replay if hasattr(self.learn, 'xla_opt') else None
-        if not (r and r.auditing): self.rows.append((self.training, self.iter, now-self.last, bool(r and r.tracing)))   # an audit reads the constants
+        # an audit reads the constants
+        if not (r and r.auditing): self.rows.append((self.training, self.iter, now-self.last, bool(r and r.tracing)))
         self.last = now
 
 def _run(case, xla):
@@ -248,7 +302,8 @@ def _measure_call(case):
         for _ in range(2): case.run(learn)
         t = time.perf_counter()
         with count_xla() as c: case.run(learn)
-    return dict(case=case.name, kept=not c.compiles and not c.fallbacks, executions=c.executions, compiles=c.compiles, to_host=c.to_host, fallbacks=', '.join(c.fallbacks), graphs=c.compiles, ms=(time.perf_counter()-t)*1e3, remark=case.remark)
+    return dict(case=case.name, kept=not c.compiles and not c.fallbacks, executions=c.executions, compiles=c.compiles, to_host=c.to_host,
+                fallbacks=', '.join(c.fallbacks), graphs=c.compiles, ms=(time.perf_counter()-t)*1e3, remark=case.remark)
 
 def measure(
     case:Case, # What is measured
@@ -264,7 +319,10 @@ def measure(
     train,valid = ([c for c,r in cs if not r or late > 2*(case.extra+2)] for cs in (train, valid))
     if sum(c.compiles for c in train+valid) <= case.extra: train,valid = ([c for c in cs if not c.compiles] for cs in (train, valid))
     cost,n = sum(train+valid, XLACounts()),len(train+valid)
-    row = dict(case=case.name, kept=all(1 <= c.executions <= 1+b and not c.compiles and not c.to_host-c.looks and not c.fallbacks for cs,b in ((train, case.beside[0]), (valid, case.beside[1])) for c in cs) and len(train) >= 5, executions=cost.executions/n, compiles=cost.compiles, to_host=cost.to_host-cost.looks,
+    row = dict(case=case.name,
+        kept=all(1 <= c.executions <= 1+b and not c.compiles and not c.to_host-c.looks and not c.fallbacks for cs,b in (
+        (train, case.beside[0]), (valid, case.beside[1])) for c in cs) and len(train) >= 5,
+        executions=cost.executions/n, compiles=cost.compiles, to_host=cost.to_host-cost.looks,
         fallbacks=', '.join(cost.fallbacks), graphs=total.compiles, ms=cb.ms, remark=case.remark)
     if cpu: row['cpu_ms'] = _run(case, False)._costs.ms
     return row
@@ -278,7 +336,8 @@ def coverage(
     for g in progress_bar(which or list(groups)):
         for case in groups[g]:
             try: rows.append(dict(group=g) | measure(case, cpu))
-            except Exception as e: rows.append(dict(group=g, case=case.name, kept=False, remark=f'{type(e).__name__}: {str(e).splitlines()[0][:80]}'))
+            except Exception as e:
+                rows.append(dict(group=g, case=case.name, kept=False, remark=f'{type(e).__name__}: {str(e).splitlines()[0][:80]}'))
     return pd.DataFrame(rows).set_index(['group', 'case'])
 
 # %% ../nbs/api/14_coverage.ipynb #cbe46366

@@ -51,7 +51,8 @@ class Fed:
     def batch(self): # What iterating over the `DataLoader` yields
         return self.tfm(self.raw)
 
-def _fed(dl, b): return Fed(b, dl.after_batch) if _tensors(b) else Fed(dl.after_batch(b), noop)   # rows of a table become tensors in `after_batch`
+# rows of a table become tensors in `after_batch`
+def _fed(dl, b): return Fed(b, dl.after_batch) if _tensors(b) else Fed(dl.after_batch(b), noop)
 
 def in_groups(
     it, # Iterator
@@ -98,7 +99,8 @@ def _read_ahead(groups):
         wait = False   # the dataset may never answer
         raise
     finally:
-        with suppress(RuntimeError): pool.shutdown(wait, cancel_futures=True)   # in the thread itself, where the garbage collector may run, there is nothing to wait for
+        # in the thread itself, where the garbage collector may run, there is nothing to wait for
+        with suppress(RuntimeError): pool.shutdown(wait, cancel_futures=True)
 
 # %% ../nbs/api/06_data.ipynb #39bd124d
 _by_item = 'create_item do_item create_batch do_batch create_batches chunkify sample retain'.split()
@@ -106,7 +108,8 @@ _by_item = 'create_item do_item create_batch do_batch create_batches chunkify sa
 def _is_table(dl):
     "Are the batches of `dl` rows of tensors, and nothing is done to an item?"
     stock = all(getattr(type(dl), n) is getattr(TfmdDL, n) and n not in dl.__dict__ for n in _by_item)
-    return type(dl.dataset) is TensorDataset and stock and dl.fake_l.num_workers == 0 and dl.indexed and dl.bs and not any(len(getattr(p, 'fs', (p,))) for p in (dl.after_item, dl.before_batch))
+    return (type(dl.dataset) is TensorDataset and stock and dl.fake_l.num_workers == 0 and dl.indexed
+            and dl.bs and not any(len(getattr(p, 'fs', (p,))) for p in (dl.after_item, dl.before_batch)))
 
 def _rows(dl, idxs):
     "The batches of such a `dl`, each row at once; `index_select` takes whole rows, where indexing goes by elements"
@@ -125,7 +128,8 @@ def _holds_xla(o, depth=0):
 
 def _stay_in_process(dl):
     if dl.fake_l.num_workers == 0 or not _holds_xla(dl.dataset): return
-    warnings.warn(f"The items of a DataLoader are on an XLA device, which a worker process cannot reach: it would wait for ever. They are read in this process, as with `num_workers=0`, and not by {dl.fake_l.num_workers} workers. "
+    warnings.warn(f"The items of a DataLoader are on an XLA device, which a worker process cannot reach: it would wait for "
+                  f"ever. They are read in this process, as with `num_workers=0`, and not by {dl.fake_l.num_workers} workers. "
                   "Items on the CPU are sent while the step before is running, and cost less.")
     dl.fake_l.num_workers = 0
 

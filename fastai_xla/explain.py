@@ -163,7 +163,8 @@ def show_lowering_ops(self:Learner,
         r = rows.setdefault((o.name, _ran_on(o, mended)), dict(calls=0, lines=[]))
         r['calls'] += 1
         if o.fallbacks: r['lines'].append(o.site)
-    table = [dict(operator=op, runs=runs, calls=r['calls'], line='; '.join(map(str, uniqueify(r['lines'])))) for (op,runs),r in rows.items()]
+    table = [dict(operator=op, runs=runs, calls=r['calls'], line='; '.join(map(str, uniqueify(r['lines']))))
+             for (op,runs),r in rows.items()]
     df = pd.DataFrame(table, columns='operator runs calls line'.split())
     return df.sort_values(['runs', 'calls'], ascending=[True, False]).set_index('operator')
 
@@ -215,7 +216,8 @@ class StepReport:
     ):
         store_attr()
         self.hlo = Hlo(graph.hlo)
-        self.programs = pd.DataFrame([_program('step', self.hlo)] + [_program(f'cut {i+1}', Hlo(t)) for i,t in enumerate(cuts)]).set_index('program')
+        self.programs = pd.DataFrame([_program('step', self.hlo)]
+                                     + [_program(f'cut {i+1}', Hlo(t)) for i,t in enumerate(cuts)]).set_index('program')
         self.ops,self.memory = costs(self.hlo),memory_info()
     @property
     def flops(self) -> int: return int(self.ops.flops.sum())

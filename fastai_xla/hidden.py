@@ -20,7 +20,9 @@ from .runtime import *
 from .capture.effects import is_library
 
 # %% ../nbs/api/06a_hidden.ipynb #4c1d0b06
-def _user_methods(cls): return [f.__code__ for c in cls.__mro__ if not is_library(c.__module__) for n,f in vars(c).items() if n != '__init__' and hasattr(f, '__code__')]
+def _user_methods(cls):
+    return [f.__code__ for c in cls.__mro__ if not is_library(c.__module__)
+            for n,f in vars(c).items() if n != '__init__' and hasattr(f, '__code__')]
 
 @cache
 def _set_names(cls):
@@ -35,7 +37,8 @@ def plain_tensors(
 ) -> list: # (path of a module in it, that module, name of an attribute) triples
     "Plain attributes that are tensors, or lists, tuples and dicts with some"
     holders = o.named_modules() if isinstance(o, nn.Module) else [('', o)]
-    return [(n, m, k) for n,m in holders for k,v in getattr(m, '__dict__', {}).items() if k not in _base_attrs and isinstance(v, (torch.Tensor, list, tuple, dict)) and _tensors(v)]
+    return [(n, m, k) for n,m in holders for k,v in getattr(m, '__dict__', {}).items() if k not in _base_attrs
+            and isinstance(v, (torch.Tensor, list, tuple, dict)) and _tensors(v)]
 
 # %% ../nbs/api/06a_hidden.ipynb #4c1d0b07
 def _move(m, k, device):
@@ -49,7 +52,8 @@ def move_hidden(
 ) -> list: # Paths of the attributes that have been moved
     "Move the state that `module` keeps in plain attributes to an XLA device; to the CPU, whatever is in any"
     def wanted(m, k): return not is_xla(device) or k in _set_names(type(m))
-    def away(m, k): return any(t.device.type != device.type and t.layout == torch.strided and not t.requires_grad for t in _tensors(m.__dict__[k]))
+    def away(m, k):
+        return any(t.device.type != device.type and t.layout == torch.strided and not t.requires_grad for t in _tensors(m.__dict__[k]))
     found = [(f'{n}.{k}' if n else k, m, k) for n,m,k in plain_tensors(module) if wanted(m, k) and away(m, k)]
     for _,m,k in found: _move(m, k, device)
     return [path for path,*_ in found]
@@ -60,14 +64,17 @@ def moved_text(
     device:torch.device, # Where to
 ) -> str: # A warning
     "What has been moved, and how a module says so itself"
-    return (f"The model keeps {' and '.join(names)} on the CPU, in a plain attribute that fastai does not move; {'it has' if len(names) == 1 else 'they have'} been moved to {device}. "
+    return (f"The model keeps {' and '.join(names)} on the CPU, in a plain attribute that fastai "
+            f"does not move; {'it has' if len(names) == 1 else 'they have'} been moved to {device}. "
             f"`self.register_buffer('{names[0].split('.')[-1]}', tensor, persistent=False)` makes a tensor go wherever the model goes.")
 
 def on_host_text(
     roots:dict, # Name -> module, or another object
 ) -> str: # What to add to an error; empty where no tensor is on the host
     "Which attributes are tensors on the CPU, and what to type instead"
-    names = [f"{name}{'.'+n if n else ''}.{k}" for name,o in roots.items() for n,m,k in plain_tensors(o) if any(not is_xla(t) for t in _tensors(m.__dict__[k]))]
+    names = [f"{name}{'.'+n if n else ''}.{k}" for name,o in roots.items()
+             for n,m,k in plain_tensors(o) if any(not is_xla(t) for t in _tensors(m.__dict__[k]))]
     if not names: return ''
-    return (f"On the CPU are still: {', '.join(names)}. A plain attribute does not move with its module. Write `self.register_buffer('{names[0].split('.')[-1]}', tensor, persistent=False)` in `__init__`, "
+    return (f"On the CPU are still: {', '.join(names)}. A plain attribute does not move with its module. Write "
+            f"`self.register_buffer('{names[0].split('.')[-1]}', tensor, persistent=False)` in `__init__`, "
             "or `.to(x.device)` where it is used.")

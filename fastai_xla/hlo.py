@@ -128,7 +128,8 @@ class Hlo:
         return f"HLO module of {len(self.live)} instructions: {', '.join(f'{len(v)} {k}' for k,v in n.items())}"
 
 # %% ../nbs/api/02b_hlo.ipynb #c8d4b1f5
-_pointwise = set('add subtract multiply divide maximum minimum power negate abs exponential exponential-minus-one log log-plus-one logistic tanh '
+_pointwise = set('add subtract multiply divide maximum minimum power negate abs '
+                 'exponential exponential-minus-one log log-plus-one logistic tanh '
     'sine cosine tan sqrt rsqrt cbrt floor ceil round-nearest-even round-nearest-afz sign remainder atan2 erf'.split())
 
 def _dot(i, ins):
@@ -165,7 +166,8 @@ def flops(
     if i.opcode == 'convolution': return _conv(i, ins)
     if i.opcode in _pointwise: return i.numel if i.shapes[0].dtype[0] in 'fbc' else 0
     if i.opcode == 'reduce': return ins[i.operands[0]].numel
-    if i.opcode == 'reduce-window': return i.numel*math.prod(int(v) for v in re.search(r'size=([\dx]+)', i.attr('window')).group(1).split('x'))
+    if i.opcode == 'reduce-window':
+        return i.numel*math.prod(int(v) for v in re.search(r'size=([\dx]+)', i.attr('window')).group(1).split('x'))
     if i.opcode in ('call', 'while', 'fusion'):
         trips = re.search(r'known_trip_count[^\d]*(\d+)', i.attrs)
         inner = hlo.computations.get((i.attr('body') or i.attr('to_apply') or i.attr('calls')).lstrip('%'), [])
@@ -211,7 +213,8 @@ def read_graph(
 ) -> list: # `Node`s, each after those it takes
     "Read torch_xla's text of a graph"
     found = [(m, l.strip()) for l in text.splitlines() for m in [_node_re.match(l.strip())] if m]
-    return [Node(int(m[1]), m[3], shapes_in(m[2]), [int(i) for i in re.findall(r'%(\d+)', m[4])], _scope(_field(l, 'scope')), _field(l, 'location'),
+    return [Node(int(m[1]), m[3], shapes_in(m[2]), [int(i) for i in re.findall(r'%(\d+)', m[4])],
+        _scope(_field(l, 'scope')), _field(l, 'location'),
         'ROOT=' in l) for m,l in found]
 
 # %% ../nbs/api/02b_hlo.ipynb #95e12fd6
@@ -317,7 +320,8 @@ class Graph:
         file, # '.txt' for torch_xla's graph, '.hlo' for HLO, '.dot' for graphviz, '.svg' for the picture
     ):
         "Write the graph to a file"
-        kinds = {'.txt': lambda: self.text, '.hlo': lambda: self.hlo, '.dot': lambda: self.dot, '.svg': lambda: self._graphviz() or _svg(self)}
+        kinds = {'.txt': lambda: self.text, '.hlo': lambda: self.hlo,
+                 '.dot': lambda: self.dot, '.svg': lambda: self._graphviz() or _svg(self)}
         ext = Path(file).suffix
         if ext not in kinds:
             raise ValueError(f"A graph is written as {', '.join(kinds)}, and '{ext}' is none of these: give the file one of these endings.")
@@ -365,7 +369,8 @@ def diff_graphs(
 ) -> pd.DataFrame: # One row for each operator and shape whose number differs; empty for equal graphs
     "The operators in one graph and not in the other"
     if isinstance(a, Graph) != isinstance(b, Graph):
-        raise TypeError("One of these is a `Graph` of ATen operators and the other is HLO, which have no operator in common. Compare `a.hlo` with "
+        raise TypeError("One of these is a `Graph` of ATen operators and the other is "
+                        "HLO, which have no operator in common. Compare `a.hlo` with "
             "the HLO.")
     ca,cb = _counted(a),_counted(b)
     return pd.DataFrame([dict(op=o, shapes=s, a=ca[o,s], b=cb[o,s]) for o,s in sorted(ca.keys()|cb.keys()) if ca[o,s] != cb[o,s]],

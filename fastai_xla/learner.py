@@ -74,8 +74,10 @@ def settle(
     if _strangers(learn) and not isinstance(learn.opt_func, OptimWrapper): _renew_opt(learn)
     lost = [p for p in _strangers(learn) if not is_xla(p)]
     if lost:
-        raise RuntimeError(f"The optimizer holds {len(lost)} parameters (the first of shape {tuple(lost[0].shape)}, on {lost[0].device}) that are not the model's: on XLA they would train nothing, silently. "
-                           "Let `splitter` take its parameters from the model it is given, and create the optimizer with `learn.create_opt()`.")
+        raise RuntimeError(f"The optimizer holds {len(lost)} parameters (the first of shape {tuple(lost[0].shape)}, "
+                           f"on {lost[0].device}) that are not the model's: on XLA they would train nothing, silently. "
+                           "Let `splitter` take its parameters from the model it is "
+                           "given, and create the optimizer with `learn.create_opt()`.")
 
 # %% ../nbs/api/07_learner.ipynb #7dfd670e
 class XLAOptCallback(Callback):
@@ -111,7 +113,9 @@ class XLAOptCallback(Callback):
     def after_batch(self):
         learn,replay = self.learn,self.replay
         self.settle(replay is None or replay.strangers())
-        if self.fitting: self.log.batch('training' if learn.training else 'validation', f'epoch {learn.epoch}, batch {learn.iter}', bool(replay and replay.tracing))
+        if self.fitting:
+            self.log.batch('training' if learn.training else 'validation',
+                           f'epoch {learn.epoch}, batch {learn.iter}', bool(replay and replay.tracing))
 
     def settle(self,
         written:bool=True, # After a replayed step: may something have been written down since?
@@ -146,8 +150,10 @@ def _leaves(o):
 def _check_default():
     "Refuse to train where torch makes each tensor on XLA"
     if not is_xla(torch.get_default_device()): return
-    raise RuntimeError("torch's default device is XLA (`torch.set_default_device` or `with torch.device`), so that every tensor which a dataset or a loop makes is one there: each item of a batch, each index, at a transfer or an "
-                       "execution apiece. Call `torch.set_default_device('cpu')` and leave the rest to `learn.to_xla()`, which sends the model and whole batches.")
+    raise RuntimeError("torch's default device is XLA (`torch.set_default_device` or `with torch.device`), so that every tensor "
+                       "which a dataset or a loop makes is one there: each item of a batch, each index, at a transfer or an "
+                       "execution apiece. Call `torch.set_default_device('cpu')` and leave "
+                       "the rest to `learn.to_xla()`, which sends the model and whole batches.")
 
 def _check_batch(learn):
     _check_default()
@@ -155,24 +161,29 @@ def _check_batch(learn):
     arrays = [o for o in leaves + _leaves(tuple(learn.yb)) if isinstance(o, np.ndarray)]
     if arrays or not any(isinstance(o, torch.Tensor) for o in leaves):
         kind = type((arrays or leaves)[0])
-        raise TypeError(f"A batch of this learner holds a {kind.__module__}.{kind.__name__} where a tensor is expected. XLA moves tensors to the device and nothing else. Return tensors from the dataset "
+        raise TypeError(f"A batch of this learner holds a {kind.__module__}.{kind.__name__} where a tensor is "
+                        f"expected. XLA moves tensors to the device and nothing else. Return tensors from the dataset "
                         "(`torch.as_tensor`), or add a transform that makes them, such as `ToTensor()`.")
 
 # %% ../nbs/api/07_learner.ipynb #8ee88b0d
 def _check_shapes(learn, seen):
     "Warn at the third shape of a batch in a fit's training or validation"
-    with torch._C.DisableTorchFunctionSubclass(): shapes = tuple(tuple(o.shape) for o in _leaves(tuple(learn.xb)) if isinstance(o, torch.Tensor))
+    with torch._C.DisableTorchFunctionSubclass():
+        shapes = tuple(tuple(o.shape) for o in _leaves(tuple(learn.xb)) if isinstance(o, torch.Tensor))
     if shapes in seen or isinstance(learn.dl, SortedDL): return   # `compat.text` pads these to a few lengths, chosen once
     seen[shapes] = learn.iter
     if len(seen) == 3:
-        warnings.warn(f"Batches have come in three shapes so far: {', '.join(map(str, seen))}. XLA compiles a graph for each, which takes far longer than a step. Give all items one shape: `item_tfms=Resize(size)` for images, "
+        warnings.warn(f"Batches have come in three shapes so far: {', '.join(map(str, seen))}. XLA compiles a graph for each, "
+                      f"which takes far longer than a step. Give all items one shape: `item_tfms=Resize(size)` for images, "
                       "`pad_input` or `text_lengths` for texts, or `drop_last=True` where only the number of items differs.")
 
 # %% ../nbs/api/07_learner.ipynb #1d1b6ad4
 def _as_xla_device(d):
     if d is None or isinstance(d, int): return device(d or 0)
     d = torch.device(d)
-    if not is_xla(d): raise ValueError(f"to_xla('{d}'): this call takes an XLA device: nothing for the first one, a number, or 'xla:0'. For other devices there is `learn.dls.to('{d}')`, and `learn.detach_xla()` to come back to the CPU.")
+    if not is_xla(d):
+        raise ValueError(f"to_xla('{d}'): this call takes an XLA device: nothing for the first one, a number, or 'xla:0'. For "
+                         f"other devices there is `learn.dls.to('{d}')`, and `learn.detach_xla()` to come back to the CPU.")
     return device(d.index or 0)
 
 def _attach(learn, cb): cb.learn,learn.xla_opt = learn,cb
@@ -190,10 +201,18 @@ def to_xla(self:Learner,
 ) -> Learner: # The learner itself
     "Train, validate and predict on an XLA device from now on"
     device = _as_xla_device(device)
-    if steps_per_execution < 1 or steps_per_execution > 1 and not replay: raise ValueError(f"to_xla(replay={replay}, steps_per_execution={steps_per_execution}): steps are run together once they are recorded, so this takes a number from 1 on, and `replay='auto'`.")
-    if cache and (why := use_cache(cache)): warnings.warn(f"to_xla(cache='{cache}'): compiled programs are not kept: {why}. Training goes on, and the next process compiles anew.")
-    if getattr(self, 'dls', None) is None: raise ValueError("This learner has no DataLoaders, and on XLA they send the batches to the device. Set `learn.dls` first, then call `learn.to_xla()`.")
-    if defaults.use_cuda is False: raise ValueError("fastai has been told to put everything on the CPU, by `default_device(False)`. Take that back with `default_device(None)`, then call `learn.to_xla()`.")
+    if steps_per_execution < 1 or steps_per_execution > 1 and not replay:
+        raise ValueError(f"to_xla(replay={replay}, steps_per_execution={steps_per_execution}): steps are run "
+                         f"together once they are recorded, so this takes a number from 1 on, and `replay='auto'`.")
+    if cache and (why := use_cache(cache)):
+        warnings.warn(f"to_xla(cache='{cache}'): compiled programs are not kept: "
+                      f"{why}. Training goes on, and the next process compiles anew.")
+    if getattr(self, 'dls', None) is None:
+        raise ValueError("This learner has no DataLoaders, and on XLA they send the batches "
+                         "to the device. Set `learn.dls` first, then call `learn.to_xla()`.")
+    if defaults.use_cuda is False:
+        raise ValueError("fastai has been told to put everything on the CPU, by `default_device(False)`. "
+                         "Take that back with `default_device(None)`, then call `learn.to_xla()`.")
     _check_default()
     register_lowerings()
     if hasattr(self, 'xla_opt'): self.xla_opt.device = device
@@ -208,11 +227,14 @@ def _warn_without(learn):
     if getattr(learn, 'dls', None) is None or not isinstance(learn.model, nn.Module): return
     there,p = getattr(learn.dls, 'device', None),first(learn.model.parameters())
     if is_xla(there):
-        why = ("nothing ends a step there, so the graph of each holds those of all before it: a compile per step, each longer than the last. And an optimizer that was made before the model has moved holds parameters which the "
+        why = ("nothing ends a step there, so the graph of each holds those of all before it: a compile per step, each "
+               "longer than the last. And an optimizer that was made before the model has moved holds parameters which the "
                "model has no longer: nothing trains, silently")
-    elif is_xla(p): why = f"the model is there and its dataloaders are on {there or 'the CPU'}, to which fastai brings the model back: it does not train on XLA, and an optimizer made before that trains nothing"
+    elif is_xla(p):
+        why = f"the model is there and its dataloaders are on {there or 'the CPU'}, to which fastai brings the model back: it does not train on XLA, and an optimizer made before that trains nothing"
     else: return
-    warnings.warn(f"This learner has been moved to XLA by hand, without `learn.to_xla()`: {why}. Call `learn.to_xla()` instead of `.to(device)` on the model or the dataloaders.")
+    warnings.warn(f"This learner has been moved to XLA by hand, without `learn.to_xla()`: {why}. "
+                  f"Call `learn.to_xla()` instead of `.to(device)` on the model or the dataloaders.")
 
 # %% ../nbs/api/07_learner.ipynb #53669542
 @patch
@@ -272,7 +294,8 @@ def _do_fit(self:Learner):
     try: self._orig__do_fit()
     except CancelFitException: raise
     except BaseException as e:
-        roots = dict(model=self.model, loss_func=self.loss_func) | {type(cb).__name__: cb for cb in self.cbs if not is_library(type(cb).__module__)}
+        roots = (dict(model=self.model, loss_func=self.loss_func)
+                 | {type(cb).__name__: cb for cb in self.cbs if not is_library(type(cb).__module__)})
         where = on_host_text(roots) if 'XLA tensor' in str(e) else ''
         _recover(self)
         if where: raise RuntimeError(f'{e}\n{where}') from e
@@ -319,6 +342,7 @@ def export(self:Learner, fname='export.pkl', **kwargs):
 @patch
 def xla_report(self:Learner) -> XLAReport: # Tables of compiles, executions, transfers and fallbacks
     "What the last fit has cost on the XLA device"
-    if not hasattr(self, 'xla_opt'): raise RuntimeError("This learner is not on an XLA device, so there is nothing to report. Call `learn.to_xla()` before you fit.")
+    if not hasattr(self, 'xla_opt'):
+        raise RuntimeError("This learner is not on an XLA device, so there is nothing to report. Call `learn.to_xla()` before you fit.")
     replay = self.xla_opt.replay
     return XLAReport(self.xla_opt.log, replay and replay.plain, replay and replay.beside)

@@ -30,7 +30,9 @@ def _replay(learn):
     cb = learn.__dict__.get('xla_opt')
     return cb and cb.replay
 
-def _own(learn): return all(getattr(type(learn), n) is getattr(Learner, n) and n not in learn.__dict__ for n in ('one_batch', '_do_one_batch'))   # else they are given what fastai gives them
+# else they are given what fastai gives them
+def _own(learn):
+    return all(getattr(type(learn), n) is getattr(Learner, n) and n not in learn.__dict__ for n in ('one_batch', '_do_one_batch'))
 
 @patch
 def all_batches(self:Learner):
@@ -103,7 +105,8 @@ def _call_one(self:Learner, event_name):
     r = _replay(self)
     cbs = ordered(self) if r is None or event_name == 'after_fit' else list(r.acting(event_name))
     for cb in cbs:
-        if event_name == 'before_batch' and isinstance(cb, CastToTensor) and r and r.feds: continue   # `Replay` does that after the batch transforms
+        # `Replay` does that after the batch transforms
+        if event_name == 'before_batch' and isinstance(cb, CastToTensor) and r and r.feds: continue
         reads = _reads_grads(cb) if r is None else cb in r.acting('reads gradients', _reads_grads)
         with zeros_shown(self.model.parameters()) if reads else nullcontext(): cb(event_name)
 
@@ -148,7 +151,8 @@ def several(self:Replay,
     for j in range(len(feds)):
         learn.iter,learn.xla_opt.ran = i+j,True
         now = self._hold()
-        self._set_hypers({k: v for k,v in held[j].items() if not j or now.get(k) == held[j-1].get(k)})   # what a callback sets in `after_batch` stays
+        # what a callback sets in `after_batch` stays
+        self._set_hypers({k: v for k,v in held[j].items() if not j or now.get(k) == held[j-1].get(k)})
         self.take(j)
         self.learn('after_batch')
     self.open,learn.replayed = False,None

@@ -79,7 +79,8 @@ class RunningBatchNorm(nn.modules.batchnorm._BatchNorm):
         device=None, # Where to put parameters and buffers
         dtype=None, # Type of the parameters; the statistics have float32 or better
     ):
-        if update_every < 1: raise ValueError(f"update_every={update_every}: statistics are computed in one step of so many; 1 computes them always.")
+        if update_every < 1:
+            raise ValueError(f"update_every={update_every}: statistics are computed in one step of so many; 1 computes them always.")
         super().__init__(nf, eps, mom, affine, device=device, dtype=dtype)
         self.update_every,self.warmup,self.num_batches_tracked = update_every,warmup,None
         for n in ('running_mean', 'running_var'): self._buffers[n] = _wide(self._buffers[n])
@@ -94,9 +95,13 @@ class RunningBatchNorm(nn.modules.batchnorm._BatchNorm):
         self.seen = self.step = 0
 
     def _check_input_dim(self, x):
-        if x.dim() < 2: raise ValueError(f"expected a batch of shape (N,C,*), got {tuple(x.shape)}; for one sample without a batch dimension: `x[None]`")
+        if x.dim() < 2:
+            raise ValueError(f"expected a batch of shape (N,C,*), got {tuple(x.shape)}; "
+                             f"for one sample without a batch dimension: `x[None]`")
 
-    def extra_repr(self): return f'{self.num_features}, mom={self.momentum}, eps={self.eps}, update_every={self.update_every}, warmup={self.warmup}, affine={self.affine}'
+    def extra_repr(self):
+        return (f'{self.num_features}, mom={self.momentum}, eps={self.eps}, '
+                f'update_every={self.update_every}, warmup={self.warmup}, affine={self.affine}')
 
     def _rstd(self):
         floor = torch.where(self.count < 20, .01, 0.)   # few values may all be equal
@@ -176,7 +181,8 @@ def _from_lesson10(d, mom):
     div = torch.where(n > 0, n, 1.)
     mean = flat('sums')/div
     var = torch.where(n > 0, (flat('sqrs')/div-mean*mean).clamp(min=0), 1.)
-    return dict(weight=d['mults'].flatten(), bias=d['adds'].flatten(), running_mean=mean, running_var=var, count=((n > 0)*_settled(mom)).view(1))
+    return dict(weight=d['mults'].flatten(), bias=d['adds'].flatten(), running_mean=mean,
+                running_var=var, count=((n > 0)*_settled(mom)).view(1))
 
 def _from_batchnorm(d, mom):
     "State of an `nn.BatchNorm`"
@@ -186,7 +192,8 @@ def _from_batchnorm(d, mom):
 @patch
 def _load_from_state_dict(self:RunningBatchNorm, state_dict, prefix, *args):
     d = {k[len(prefix):]: v for k,v in state_dict.items() if k.startswith(prefix)}
-    foreign = _from_lesson10 if {'mults', 'adds', 'sums', 'sqrs', 'count'} <= d.keys() else _from_batchnorm if 'running_mean' in d and 'count' not in d else None
+    foreign = (_from_lesson10 if {'mults', 'adds', 'sums', 'sqrs', 'count'} <= d.keys()
+               else _from_batchnorm if 'running_mean' in d and 'count' not in d else None)
     if foreign:
         for k in d: del state_dict[prefix+k]
         new = foreign(d, self.momentum) | {'_extra_state': torch.zeros(2, dtype=torch.long)}
@@ -203,7 +210,8 @@ class FrozenBatchNorm(nn.Module):
     ):
         super().__init__()
         store_attr()
-        for n,t in dict(weight=torch.ones(nf), bias=torch.zeros(nf), running_mean=torch.zeros(nf), running_var=torch.ones(nf)).items(): self.register_buffer(n, t)
+        for n,t in dict(weight=torch.ones(nf), bias=torch.zeros(nf), running_mean=torch.zeros(nf), running_var=torch.ones(nf)).items():
+            self.register_buffer(n, t)
     def extra_repr(self): return f'{self.nf}, eps={self.eps}'
     def forward(self, x): return _affine(x, self.weight, self.bias, self.running_mean, (_wide(self.running_var)+self.eps).rsqrt())
 
@@ -218,8 +226,10 @@ def _kind(m): return next(((k,d) for k,c in _kinds.items() for d,t in c.items() 
 def _read(m):
     "What a norm layer is made of"
     kind,ndim = _kind(m)
-    res = SimpleNamespace(kind=kind, nf=m.num_channels if kind == 'group' else m.nf if kind == 'frozen' else m.num_features, eps=m.eps, mom=getattr(m, 'momentum', .1),
-                          ndim=getattr(m, 'ndim', ndim), weight=m.weight, bias=m.bias, mean=getattr(m, 'running_mean', None), var=getattr(m, 'running_var', None), count=None)
+    res = SimpleNamespace(kind=kind, nf=m.num_channels if kind == 'group' else m.nf if kind == 'frozen' else m.num_features,
+                          eps=m.eps, mom=getattr(m, 'momentum', .1),
+                          ndim=getattr(m, 'ndim', ndim), weight=m.weight, bias=m.bias,
+                          mean=getattr(m, 'running_mean', None), var=getattr(m, 'running_var', None), count=None)
     if kind == 'running': res.count = m.count
     elif res.mean is not None: res.count = (getattr(m, 'num_batches_tracked', res.mean.new_ones(())) > 0)*_settled(res.mom)
     return res
@@ -269,16 +279,21 @@ def convert_norm(
     **kwargs, # For 'running': passed on to `RunningBatchNorm`, such as `update_every=4`
 ) -> nn.Module: # `model`; the new layer if `model` itself is a norm layer
     "Replace all batch and group norm layers by others; parameters are kept, and statistics where both have them"
-    if to not in _kinds: raise ValueError(f"convert_norm(model, {to!r}): there is no such kind of norm. Choose from {', '.join(map(repr, _kinds))}.")
-    if kwargs and to != 'running': raise TypeError(f"convert_norm(model, {to!r}) takes no {', '.join(kwargs)}: only `RunningBatchNorm` has settings of its own.")
+    if to not in _kinds:
+        raise ValueError(f"convert_norm(model, {to!r}): there is no such kind of norm. Choose from {', '.join(map(repr, _kinds))}.")
+    if kwargs and to != 'running':
+        raise TypeError(f"convert_norm(model, {to!r}) takes no {', '.join(kwargs)}: only `RunningBatchNorm` has settings of its own.")
     device = next((t.device for t in [*model.parameters(), *model.buffers()]), None)
     done = {m: (n,*_convert(m, to, ndim, groups, device, kwargs)) for n,m in model.named_modules() if isinstance(m, _norms)}
     if not any(new is not None or _kind(m)[0] == to for m,(_,new,_) in done.items()):
-        raise ValueError(f"{type(model).__name__} has no norm layer that can become {to!r}, so nothing was changed. " + (f"Found: {', '.join({type(m).__name__ for m in done})}." if done else "Batch and group norm layers can."))
+        raise ValueError(f"{type(model).__name__} has no norm layer that can become {to!r}, so nothing was changed. "
+                         + (f"Found: {', '.join({type(m).__name__ for m in done})}." if done else "Batch and group norm layers can."))
     for p in list(model.modules()):
         for n,c in p._modules.items():
             if c in done and done[c][1] is not None: p._modules[n] = done[c][1]
-    if verbose: print('\n'.join(f"{n or '(model)'}: {type(m).__name__}({_read(m).nf if _kind(m)[0] else ''}) {what}" for m,(n,_,what) in done.items()))
+    if verbose:
+        print('\n'.join(f"{n or '(model)'}: {type(m).__name__}({_read(m).nf if _kind(m)[0] else ''}) {what}"
+                        for m,(n,_,what) in done.items()))
     return ifnone(done[model][1], model) if model in done else model
 
 def freeze_bn(
@@ -312,4 +327,5 @@ def _takes_running(cls):
     cls.__init__._takes_running = True
 
 for _c in (ConvLayer, ResBlock): _takes_running(_c)
-for _m,_n in ((fastai.torch_core, 'norm_types'), (fastai.callback.training, 'bn_types')): setattr(_m, _n, (*getattr(_m, _n), RunningBatchNorm))
+for _m,_n in ((fastai.torch_core, 'norm_types'), (fastai.callback.training, 'bn_types')):
+    setattr(_m, _n, (*getattr(_m, _n), RunningBatchNorm))

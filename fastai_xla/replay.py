@@ -47,13 +47,18 @@ def ordered(
     "Callbacks in their order, `XLAOptCallback` among them. It is not in `learn.cbs`: code counts those, or puts others in their place"
     return sorted([*learn.cbs, learn.xla_opt], key=attrgetter('order'))
 
-_known = (TrainEvalCallback, Recorder, ProgressCallback, ParamScheduler, CastToTensor, MixedPrecision)   # they change nothing around the step on which it depends
+# they change nothing around the step on which it depends
+_known = (TrainEvalCallback, Recorder, ProgressCallback, ParamScheduler, CastToTensor, MixedPrecision)
 def _may_change(cb): return _acts(cb, ('before_batch', 'after_batch')) and type(cb) not in _known and cb is not cb.learn.xla_opt
 
 _folds = (ParamScheduler, MixedPrecision, CastToTensor)   # their `before_batch` does not look at the batch, or is traced with it
-def _looks(cb): return _acts(cb, ('before_batch',)) and not isinstance(cb, _folds) and cb is not cb.learn.xla_opt and not (isinstance(cb, GatherPredsCallback) and not cb.with_input)
+def _looks(cb):
+    return (_acts(cb, ('before_batch',)) and not isinstance(cb, _folds) and cb is not cb.learn.xla_opt
+            and not (isinstance(cb, GatherPredsCallback) and not cb.with_input))
 
-def _is_stranger(cb): return not type(cb).__module__.startswith(('fastai.', 'fastai_xla.')) and _acts(cb, ('before_batch', 'after_batch', 'after_cancel_batch', *in_step))
+def _is_stranger(cb):
+    return (not type(cb).__module__.startswith(('fastai.', 'fastai_xla.'))
+            and _acts(cb, ('before_batch', 'after_batch', 'after_cancel_batch', *in_step)))
 
 def _code_names(f, cls, seen):
     "Names in the code of `f`, and of the class's methods that it calls"
@@ -95,7 +100,8 @@ class Replay:
     ):
         self.n_steps,self.warn,self.audited,self.laters = n_steps,warn,audited,{}
         self.learn,self.recs,self.why,self.watch,self.seen,self.n_seen = learn,{},Counter(),None,{},0
-        self.feds,self.later,self.key,self.kind,self.held,self.looked,self.sizes = None,[],None,None,{},None,{}   # sizes: layer that counts its forward passes -> their batch sizes in a step, but the last
+        # sizes: layer that counts its forward passes -> their batch sizes in a step, but the last
+        self.feds,self.later,self.key,self.kind,self.held,self.looked,self.sizes = None,[],None,None,{},None,{}
         self.failed = {True: 0, False: 0}   # training? -> kinds of batches refused since one was recorded
         self.texts = {}   # reason -> how it was told first
         self.used = set()   # kinds of batches in this fit
@@ -111,7 +117,8 @@ class Replay:
         self.ran_at = None   # `n_moves` after a step that was run again, where callbacks may draw or run something
         self.passes,self.audits,self.auditing = 0,Counter(),False   # over a dataloader, in fits; training? -> audits of this fit
         self.moved,self.tracing = False,False   # was this batch traced?
-        self.apart,self.beside = '',Counter()   # why the batch transforms are no part of the step; what ran beside the step -> batches of this fit
+        # why the batch transforms are no part of the step; what ran beside the step -> batches of this fit
+        self.apart,self.beside = '',Counter()
 
     def __reduce__(self): return Replay, (self.learn, self.n_steps, self.warn, self.audited)   # a copy of the learner records anew
 
@@ -152,7 +159,8 @@ class Replay:
         rec = getattr(self.learn, 'recorder', None)
         if rec is None or rec not in self.learn.cbs or not len(self.learn.yb): return [],[]
         mets = rec._train_mets if self.learn.training else rec._valid_mets
-        late = self.late or any(cb.order < rec.order for cb in self.acting('cuts a batch short', _cuts))   # ahead of the recorder, which then does not hear of the batch
+        # ahead of the recorder, which then does not hear of the batch
+        late = self.late or any(cb.order < rec.order for cb in self.acting('cuts a batch short', _cuts))
         sums = [m for m in mets if any(type(m).accumulate is c.accumulate for c in _sums) and m not in on_host and not late]
         return sums,[m for m in mets if m not in sums]
 
@@ -209,7 +217,8 @@ def strangers(self:Replay) -> bool:
 def _look(self:Replay, again=False):
     "Find the callbacks and metrics that are part of the step, and the attributes on which they may branch"
     learn = self.learn
-    now = (learn.training, self.late, learn.iter == 0, self.feds is None, self.feds and _ident(self.feds[0].tfm), len(learn.yb), self.cbs, id(learn.loss_func), [(id(m), m in on_host) for m in learn.metrics])
+    now = (learn.training, self.late, learn.iter == 0, self.feds is None, self.feds and _ident(self.feds[0].tfm),
+           len(learn.yb), self.cbs, id(learn.loss_func), [(id(m), m in on_host) for m in learn.metrics])
     if now == self.looked and learn.iter and not again: return
     self.looked = now
     self.mixed = first(cb for cb in learn.cbs if isinstance(cb, MixedPrecision))
@@ -217,7 +226,8 @@ def _look(self:Replay, again=False):
     self.mets,self.others = self._metrics()
     own = {id(o) for o in (*self.optimizers(), *self.mets)}
     self.stateful = [o for cb in self.actors for o in held_state(cb) if id(o) not in own]
-    self.settings = Settings(learn, [(learn.loss_func, True), *((f, True) for f in self._tfms()), *((o, False) for o in (*self.actors, *self.mets))])
+    self.settings = Settings(learn, [(learn.loss_func, True), *((f, True) for f in self._tfms()),
+                                     *((o, False) for o in (*self.actors, *self.mets))])
 
 @patch
 def _tfms(self:Replay):
@@ -239,13 +249,15 @@ def more_optimizers(self:Replay):
     "Those that callbacks within the step keep, beside the learner's"
     return [innermost(o) for o in self.stateful if not isinstance(o, Metric)]
 
-def _ident(o): return (id(o.__self__), id(o.__func__)) if isinstance(o, MethodType) else id(o)   # a bound method is another object each time
+# a bound method is another object each time
+def _ident(o): return (id(o.__self__), id(o.__func__)) if isinstance(o, MethodType) else id(o)
 
 @patch
 def _batch_key(self:Replay, inputs, spec):
     "The part of the key that may be another for the next batch, even where nobody's code has run in between"
     counters = [m.step_key(*self.sizes.get(m, ())) for m in self.watch.keyed if m.training] if self.watch else []
-    with torch._C.DisableTorchFunctionSubclass(): kinds = [(t.shape, t.dtype, type(t)) if isinstance(t, torch.Tensor) else t for t in inputs]
+    with torch._C.DisableTorchFunctionSubclass():
+        kinds = [(t.shape, t.dtype, type(t)) if isinstance(t, torch.Tensor) else t for t in inputs]
     return self.learn.training,self.feds and len(self.feds),spec,tuple(counters),tuple(kinds)
 
 def _flags(d): return tuple((k, v) for k,v in d.items() if v is None or type(v) in (bool, str))
@@ -257,8 +269,10 @@ def _key(self:Replay, inputs, spec):
     hypers = [h for o in (*opts[-1:], *others) for h in hypers_of([o])]
     states = [st for o in (*opts[-1:], *others) for st in o.state.values()]
     states = tuple((id(st), len(st), *(v for v in st.values() if v is True or v is False)) for st in states)
-    return (learn.training, watched, self._batch_key(inputs, spec), _ident(learn.loss_func), *map(_ident, self._tfms()), *map(id, (*self.mets, *self.stateful, *hypers)), *((id(o.state), *map(id, getattr(o, 'cbs', ()))) for o in opts),
-            *((id(cb), cb.run, cb.run_train, cb.run_valid) for cb in self.actors), self.settings.now(), *(_flags(o) for o in hypers), states,
+    return (learn.training, watched, self._batch_key(inputs, spec), _ident(learn.loss_func), *map(_ident, self._tfms()),
+            *map(id, (*self.mets, *self.stateful, *hypers)), *((id(o.state), *map(id, getattr(o, 'cbs', ()))) for o in opts),
+            *((id(cb), cb.run, cb.run_train, cb.run_valid) for cb in self.actors),
+            self.settings.now(), *(_flags(o) for o in hypers), states,
             torch.is_autocast_enabled('xla'), torch.get_autocast_dtype('xla'), torch.is_grad_enabled())
 
 @patch
@@ -274,7 +288,8 @@ def _alive(self:Replay):
 @patch
 def _places(self:Replay):
     learn = self.learn
-    roots = {f'opt{i or ""}': o for i,o in enumerate(self.optimizers())} | {f'{type(m).__name__}{i}': m for i,m in enumerate(self.mets)} | {f'{type(cb).__name__}{i}': cb for i,cb in enumerate(self.actors)}
+    roots = ({f'opt{i or ""}': o for i,o in enumerate(self.optimizers())} | {f'{type(m).__name__}{i}': m for i,m in enumerate(self.mets)}
+             | {f'{type(cb).__name__}{i}': cb for i,cb in enumerate(self.actors)})
     loss = getattr(learn.loss_func, '__self__', learn.loss_func)   # a callback's own, as MixUp's
     if hasattr(loss, '__dict__') and not isinstance(loss, nn.Module): roots['loss_func'] = loss
     hooks = [d for m in learn.model.modules() for d in (m._forward_hooks, m._forward_pre_hooks, m._backward_hooks, m._backward_pre_hooks)]
@@ -285,7 +300,8 @@ def _places(self:Replay):
     held = {f'{type(o).__name__}{i} of a callback': o for i,o in enumerate(self.stateful)}
     roots |= held | {f'{n}.opt': innermost(o) for n,o in held.items() if isinstance(o, (Lookahead, OptimWrapper))}
     roots |= {f'{n}.params': {'params': list(map(list, groups_of(innermost(o))))} for n,o in held.items() if not isinstance(o, Metric)}
-    return Places({'model': learn.model, 'loss': loss_module(learn) or {}} | roots, skip=('learn', 'hypers', 'param_groups', 'param_lists', 'hook_func'))
+    return Places({'model': learn.model, 'loss': loss_module(learn) or {}} | roots,
+                  skip=('learn', 'hypers', 'param_groups', 'param_lists', 'hook_func'))
 
 # %% ../nbs/api/06b_replay.ipynb #617e943c
 def _accumulate(met, learn):
@@ -314,7 +330,8 @@ def _step(self:Replay, j):
     except _cancels as e: self.end = type(e)
     if self.end and len(self.feds or ()) > 1: raise Refused("a callback cancels a batch, and several are recorded as one")
     with kept_on_device(learn):
-        for m in self.mets if self.end in (None, CancelBatchException) else (): _accumulate(m, learn)   # after others the recorder is not asked
+        # after others the recorder is not asked
+        for m in self.mets if self.end in (None, CancelBatchException) else (): _accumulate(m, learn)
     res = {k: getattr(learn, k) for k in ('xb', 'yb', 'pred', 'loss')}
     if learn.__dict__.get('loss_grad') is not was: res['loss_grad'] = learn.loss_grad
     if learn.training and any(m is rec.smooth_loss for m in self.mets): res['smooth_loss'] = rec.smooth_loss.value
@@ -332,11 +349,14 @@ def next_batch(
 @patch
 def _record(self:Replay, inputs):
     learn = self.learn
-    loud = first(cb for cb in self.actors if _hears_all(cb) and is_library(type(cb).__call__.__module__))   # what a user's does is looked at as it runs
+    # what a user's does is looked at as it runs
+    loud = first(cb for cb in self.actors if _hears_all(cb) and is_library(type(cb).__call__.__module__))
     if loud: raise Refused(f"{type(loud).__name__} hears every event, and would hear those within the step only where it is traced")
     odd = first(t for t in inputs if not isinstance(t, torch.Tensor))
     if odd is not None: raise Refused(f"a batch holds a {type(odd).__name__} beside its tensors; make a tensor of it in the dataset")
-    if any(t.requires_grad for t in inputs): raise Refused("a batch has a graph of its own, through which gradients flow once; `detach()` the dataset's items where they need none")
+    if any(t.requires_grad for t in inputs):
+        raise Refused("a batch has a graph of its own, through which gradients flow "
+                      "once; `detach()` the dataset's items where they need none")
     def numbers():
         objects = [*self.mets, *self.actors, *self.stateful, learn]
         return _numbers_of(self.optimizers(), self.more_optimizers(), objects, self.later)
@@ -375,7 +395,8 @@ def _advances(self:Replay):
 def _check_learner(self:Replay, held):
     "Put the learner's attributes back, and refuse others than those of a batch to have changed"
     d = self.learn.__dict__
-    other = [k for k in {*d, *held} if d.get(k) is not held.get(k) and k not in ('xb', 'yb', 'pred', 'loss', 'loss_grad', 'smooth_loss', 'to_detach')]
+    other = [k for k in {*d, *held} if d.get(k) is not held.get(k)
+             and k not in ('xb', 'yb', 'pred', 'loss', 'loss_grad', 'smooth_loss', 'to_detach')]
     d.clear()
     d.update(held)
     if other: raise Refused(f"a callback sets learn.{other[0]} within the step")
@@ -384,8 +405,10 @@ def _check_learner(self:Replay, held):
 def _stale(learn, why, n):
     "What to tell where an audit fails after `n` replayed batches"
     where = f"{'training' if learn.training else 'validation'}, epoch {getattr(learn, 'epoch', 0)}, batch {learn.iter}"
-    return (f"In {where}, {why}. From here on steps are retraced. The {n} batches of this kind that were replayed since the last audit may have used an old value: "
-        "something that the step reads has changed where a recording does not see it. `to_xla(replay=False)` retraces every step from the start; "
+    return (f"In {where}, {why}. From here on steps are retraced. The {n} batches of this "
+            f"kind that were replayed since the last audit may have used an old value: "
+        "something that the step reads has changed where a recording does not "
+        "see it. `to_xla(replay=False)` retraces every step from the start; "
         "a number that is an attribute of the learner, such as `learn.alpha`, is an input of a recording.")
 
 def _zeros(met, device):
@@ -396,7 +419,9 @@ def _zeros(met, device):
 @patch
 def _find(self:Replay, inputs, spec):
     "The recordings of this kind of batch, or why there are none"
-    self.same = bool(self.quiet and self.learn.iter and self.key is not None and not self.others and self._batch_key(inputs, spec) == self.batch_key)   # nothing but the batch can be another
+    # nothing but the batch can be another
+    self.same = bool(self.quiet and self.learn.iter and self.key is not None
+                     and not self.others and self._batch_key(inputs, spec) == self.batch_key)
     if self.same: return self.kind
     self._look()
     try: key = self._key(inputs, spec)
@@ -498,7 +523,9 @@ def batch(self:Replay) -> bool: # Has the step been done?
     try:
         self.tracing = rec is None or not rec.proved
         if rec is None:
-            if len(moved := [r.moved for r in recs if r.moved]) > 1: raise Refused(f"{moved[0]}, which the step reads, has another value time and again; a number that changes may be one of the learner's, as `learn.alpha`: those are inputs of the recording", again=False)
+            if len(moved := [r.moved for r in recs if r.moved]) > 1:
+                raise Refused(f"{moved[0]}, which the step reads, has another value time and again; a number that changes "
+                              f"may be one of the learner's, as `learn.alpha`: those are inputs of the recording", again=False)
             if len(recs) == 4: raise Refused("Python numbers decide what the step does, each time otherwise")
             rec = self._record(inputs)
             recs.append(rec)
@@ -564,7 +591,9 @@ def _check_given(self:Replay):
     learn,given,self.given = self.learn,self.given,None
     if self.late or all(map(is_, given, (learn.pred, learn.loss, learn.yb))): return
     self.late = True
-    warnings.warn("A callback changes `learn.pred`, `learn.loss` or `learn.yb` in `after_batch`, before the recorder looks at them. On XLA metrics are part of the step, so those of this batch are without the change; from the next batch on they are computed after it. "
+    warnings.warn("A callback changes `learn.pred`, `learn.loss` or `learn.yb` in `after_batch`, before the recorder looks at them. On XLA "
+                  "metrics are part of the step, so those of this batch are without "
+                  "the change; from the next batch on they are computed after it. "
                   "In `after_pred` or `after_loss` the same change costs nothing.")
 
 @patch

@@ -76,7 +76,8 @@ class XLAReport:
 
     def _row(self, n):
         c = self.costs[n]
-        return {'batches': self.log.batches.get(n, ''), 'compiles': c.compiles, 'compile s': round(c.compile_s, 1), 'executions': c.executions,
+        return {'batches': self.log.batches.get(n, ''), 'compiles': c.compiles,
+            'compile s': round(c.compile_s, 1), 'executions': c.executions,
             'to host': c.to_host, 'to device': c.to_device, 'fallbacks': c.n_fallbacks}
 
     @property
@@ -119,7 +120,8 @@ class XLAReport:
                    "or another fit with `cbs=XLAReportCallback()`.")
         if self.watch is not None and not self.watch.causes:
             yield "Watched batch by batch: no cause of a compile, a transfer or a fallback was found."
-        if self.fallbacks: yield "Without an XLA kernel, run on the CPU: " + ', '.join(f'{k} (x{v})' for k,v in self.fallbacks.items()) + "."
+        if self.fallbacks:
+            yield "Without an XLA kernel, run on the CPU: " + ', '.join(f'{k} (x{v})' for k,v in self.fallbacks.items()) + "."
 
     def _parts(self): return (('The fit', self.totals), ('Per steady batch', self.steady), ('Compiled', self.compiled))
     def __repr__(self):
@@ -128,5 +130,6 @@ class XLAReport:
         return '\n\n'.join(parts + ['\n'.join(why)]*(len(why) > 1) + list(self._notes()))
     def _repr_html_(self):
         parts = [f'<p><b>{t}</b></p>{df.to_html(index=t != "Compiled", border=0)}' for t,df in self._parts() if len(df)]
-        why = [f"<li>{escape(w)}{''.join(f'<br><code>{escape(l)}</code>' for l in lines)}<br>{escape(cure)}</li>" for w,lines,cure in self._why()]
+        why = [f"<li>{escape(w)}{''.join(f'<br><code>{escape(l)}</code>' for l in lines)}<br>{escape(cure)}</li>"
+               for w,lines,cure in self._why()]
         return '\n'.join(parts + [f"<p><b>Causes</b></p><ul>{''.join(why)}</ul>"]*bool(why) + [f'<p>{n}</p>' for n in self._notes()])

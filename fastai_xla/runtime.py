@@ -39,9 +39,12 @@ def _import_error(
     e:Exception|None=None, # What importing torch_xla raised
 ) -> str: # What to tell the user; empty where nothing is wrong
     t,x = _version('torch'),_version('torch_xla')
-    if x is None: return f"torch_xla is not installed, and an XLA device is reached through it. Install the pair that fastai_xla is built for:\n    {_install}"
+    if x is None:
+        return (f"torch_xla is not installed, and an XLA device is reached through "
+                f"it. Install the pair that fastai_xla is built for:\n    {_install}")
     if t.split('.')[:2] != x.split('.')[:2]:
-        return f"torch {t} and torch_xla {x} do not match: they are built in pairs and must agree in their first two numbers. Install a pair:\n    {_install}"
+        return (f"torch {t} and torch_xla {x} do not match: they are built in pairs and "
+                f"must agree in their first two numbers. Install a pair:\n    {_install}")
     return f"torch_xla {x} is installed but does not load ({e}). Reinstall the pair:\n    {_install}" if e else ''
 
 # %% ../nbs/api/00_runtime.ipynb #8e0b62d4
@@ -73,7 +76,8 @@ def _start() -> str: # Why the XLA client does not start; empty where it runs
     try: torch_xla.device()
     except Exception as e:
         return (f"The XLA client did not start (PJRT_DEVICE={os.environ.get('PJRT_DEVICE')}):\n    {str(e).strip().splitlines()[0]}\n"
-                f"A TPU serves one process at a time: shut down other notebooks that use it, then restart this one. Where libtpu is missing, {_tpu} brings it. "
+                f"A TPU serves one process at a time: shut down other notebooks that use "
+                f"it, then restart this one. Where libtpu is missing, {_tpu} brings it. "
                 "To run without a TPU, set the environment variable PJRT_DEVICE=CPU before the first import.")
     return ''
 
@@ -100,17 +104,22 @@ def _cure_autograd():
     if _backward_works(): return
     torch.autograd.set_multithreading_enabled(False)
     if not _backward_works():
-        raise RuntimeError("This process ran a .backward() before the XLA device existed, and PyTorch's autograd counts devices only once: no backward pass can reach the XLA device now. "
+        raise RuntimeError("This process ran a .backward() before the XLA device existed, and PyTorch's "
+                           "autograd counts devices only once: no backward pass can reach the XLA device now. "
                            "Restart the notebook and put `from fastai_xla.all import *` into its first cell.")
-    warnings.warn("This process ran a .backward() before the XLA device existed, and PyTorch's autograd counts devices only once. Autograd now works in the calling thread, where that does not matter: this thread "
-                  "trains as usual. In other threads call `torch.autograd.set_multithreading_enabled(False)` first, or import fastai_xla before anything is trained.")
+    warnings.warn("This process ran a .backward() before the XLA device existed, and PyTorch's autograd counts devices "
+                  "only once. Autograd now works in the calling thread, where that does not matter: this thread "
+                  "trains as usual. In other threads call `torch.autograd.set_multithreading_enabled(False)` "
+                  "first, or import fastai_xla before anything is trained.")
 
 # %% ../nbs/api/00_runtime.ipynb #6259540d
 def _scalars_as_data():
     "Make every Python scalar an input of its own, so that no graph depends on its value"
     for f in ('_set_xla_handle_special_scalars', '_set_xla_enable_device_data_cache'):
         if hasattr(_XLAC, f): getattr(_XLAC, f)(False)
-        else: warnings.warn(f"torch_xla {_version('torch_xla')} has no {f}: steps may recompile when a hyper-parameter passes 0 or 1 or equals another. fastai_xla is tested with torch_xla 2.9.")
+        else:
+            warnings.warn(f"torch_xla {_version('torch_xla')} has no {f}: steps may recompile when a hyper-parameter "
+                          f"passes 0 or 1 or equals another. fastai_xla is tested with torch_xla 2.9.")
 
 _ready = False
 def device(
@@ -133,7 +142,8 @@ def is_xla(
 ) -> bool:
     "Is `o` an XLA device, or a tensor on one?"
     if isinstance(o, str): return o.split(':')[0] == 'xla'
-    with torch._C.DisableTorchFunctionSubclass(): return getattr(getattr(o, 'device', o), 'type', None) == 'xla'   # fastai's tensors are slow to ask
+    # fastai's tensors are slow to ask
+    with torch._C.DisableTorchFunctionSubclass(): return getattr(getattr(o, 'device', o), 'type', None) == 'xla'
 
 # %% ../nbs/api/00_runtime.ipynb #de1d7dac
 _takers = []   # what is shown a step's program before it is compiled
@@ -171,15 +181,19 @@ class XLACounts:
         compile_s:float=0., # Seconds of compiling
         fallbacks:Counter|None=None, # Operators without an XLA kernel that ran on the CPU -> how often
     ):
-        self.compiles,self.executions,self.to_host,self.looks,self.to_device,self.compile_s = compiles,executions,to_host,looks,to_device,compile_s
+        self.compiles,self.executions,self.to_host,self.looks,self.to_device,self.compile_s = (
+            compiles,executions,to_host,looks,to_device,compile_s)
         self.fallbacks = Counter(fallbacks) if fallbacks else Counter()
-    def _combine(self, other, f): return type(self)(*map(f, self._numbers(self), self._numbers(other)), f(self.fallbacks, other.fallbacks) if self.fallbacks or other.fallbacks else None)
+    def _combine(self, other, f):
+        return type(self)(*map(f, self._numbers(self), self._numbers(other)),
+                          f(self.fallbacks, other.fallbacks) if self.fallbacks or other.fallbacks else None)
     def __add__(self, other): return self._combine(other, operator.add)
     def __sub__(self, other): return self._combine(other, operator.sub)
     def __eq__(self, other): return all(getattr(self, k) == getattr(other, k) for k in self._fields)
     def __repr__(self):
         fb = ', '.join(f'{k} x{v}' for k,v in self.fallbacks.items())
-        return f"{self.compiles} compiles ({self.compile_s:.2f} s), {self.executions} executions, {self.to_host} to host, {self.to_device} to device, fallbacks: {fb or 'none'}"
+        return (f"{self.compiles} compiles ({self.compile_s:.2f} s), {self.executions} executions, "
+                f"{self.to_host} to host, {self.to_device} to device, fallbacks: {fb or 'none'}")
     @property
     def n_fallbacks(self): return sum(self.fallbacks.values())
 
@@ -191,7 +205,8 @@ def xla_counts() -> XLACounts:
     if not torch_xla: return XLACounts()
     data = {k: met.metric_data(v) or (0, 0.) for k,v in _metrics.items()}
     falls = {n: met.counter_value(n) for n in met.executed_fallback_ops() if n != 'aten::_local_scalar_dense'}
-    return XLACounts(**{k: v[0] for k,v in data.items()}, executions=n_executions(), looks=_looks[0], compile_s=data['compiles'][1]/1e9, fallbacks=falls)
+    return XLACounts(**{k: v[0] for k,v in data.items()}, executions=n_executions(),
+                     looks=_looks[0], compile_s=data['compiles'][1]/1e9, fallbacks=falls)
 
 @contextmanager
 def count_xla():
@@ -271,7 +286,8 @@ def fetch(
     "Bring all XLA tensors in `o` to the host in one transfer"
     ts = _xla_tensors(o, [])
     if not ts: return o
-    host = _XLAC._xla_get_cpu_tensors(compute_apart(ts))   # of the tensors themselves: reading through a view of a parameter makes its next update another graph
+    # of the tensors themselves: reading through a view of a parameter makes its next update another graph
+    host = _XLAC._xla_get_cpu_tensors(compute_apart(ts))
     return _replaced(o, {id(t): _as_type_of(t, h) for t,h in zip(ts, host)})
 
 def _send1(t, device):
@@ -291,7 +307,8 @@ def send(
 
 def _retyped(t, n):
     if type(t) in (torch.Tensor, nn.Parameter): return n
-    n = torch.Tensor._make_subclass(type(t), n)   # `as_subclass` makes a view, and a view that was there at a sync is recorded otherwise than a new one
+    # `as_subclass` makes a view, and a view that was there at a sync is recorded otherwise than a new one
+    n = torch.Tensor._make_subclass(type(t), n)
     n.__dict__.update(t.__dict__)
     return n
 
@@ -363,7 +380,9 @@ def move_module(
 
 # %% ../nbs/api/00_runtime.ipynb #9531f8a2
 def _core(name):
-    if not hasattr(_XLAC, name): raise RuntimeError(f"torch_xla {_version('torch_xla')} has no {name}, through which graphs are read. fastai_xla is tested with torch_xla 2.9; training does not need it.")
+    if not hasattr(_XLAC, name):
+        raise RuntimeError(f"torch_xla {_version('torch_xla')} has no {name}, through which graphs are "
+                           f"read. fastai_xla is tested with torch_xla 2.9; training does not need it.")
     return getattr(_XLAC, name)
 
 def pending(
@@ -428,10 +447,12 @@ def use_cache(
     if torch_xla.runtime.device_type() == 'CPU': return "XLA's compiler for the CPU writes programs, but cannot read them back"
     if os.environ.get('XLA_PERSISTENT_CACHE_PATH') == str(folder): return ''   # in use since an earlier call
     try: torch_xla.runtime.initialize_cache(str(folder))
-    except AssertionError: return "other programs have been compiled already in this process; restart it, and ask for the cache before the first of them"
+    except AssertionError:
+        return "other programs have been compiled already in this process; restart it, and ask for the cache before the first of them"
     probe = torch.ones(3, device=device()) + 1   # held, for what nobody holds is not computed
     sync(wait=True)
-    return "this version of torch_xla cannot read back what it has written there" if met.counter_value('PersistentCacheDeserializeFailure') else ''
+    return ("this version of torch_xla cannot read back what it has written there"
+            if met.counter_value('PersistentCacheDeserializeFailure') else '')
 
 def memory_info() -> dict: # Empty where the device keeps no account, as the CPU
     "The device's own account of its memory"

@@ -27,7 +27,9 @@ def _numbers(o, n, name):
     "`n` numbers: `o` itself, those in `o`, or `o` at `n` places between 0 and 1"
     if callable(o): o = [o(i/max(n-1, 1)) for i in range(n)]
     res = [float(v) for v in o] if is_listy(o) or getattr(o, 'ndim', 0) else [float(o)]*n
-    if len(res) != n: raise ValueError(f"{name} has {len(res)} values for {n} steps. Give one number, one for each step, or a function of the fraction that is done, such as `SchedCos(1., .01)`.")
+    if len(res) != n:
+        raise ValueError(f"{name} has {len(res)} values for {n} steps. Give one number, one for each "
+                         f"step, or a function of the fraction that is done, such as `SchedCos(1., .01)`.")
     return res
 
 def _table(steps, noises, x):
@@ -48,8 +50,10 @@ def _gradient(energy, x, limit):
 # %% ../nbs/api/10_sampling.ipynb #3f4c40d2
 def _refuse_training(module, args):
     if not module.training: return
-    raise RuntimeError(f"A {type(module).__name__} of this energy is in train mode. There BatchNorm normalises with the statistics of the batch, so that each sample's gradient depends on the other samples and points elsewhere, each step moves "
-                       "the running statistics, and dropout changes the energy from step to step. Call `model.eval()` before sampling (BatchNorm is then a scale and a shift, on XLA too), and `model.train()` afterwards.")
+    raise RuntimeError(f"A {type(module).__name__} of this energy is in train mode. There BatchNorm normalises with the statistics of "
+                       f"the batch, so that each sample's gradient depends on the other samples and points elsewhere, each step moves "
+                       "the running statistics, and dropout changes the energy from step to step. Call `model.eval()` "
+                       "before sampling (BatchNorm is then a scale and a shift, on XLA too), and `model.train()` afterwards.")
 
 @contextmanager
 def _no_training():
@@ -59,11 +63,15 @@ def _no_training():
 
 def _check(energy, x):
     "Raise where `energy` cannot be sampled from"
-    if not x.is_floating_point(): raise TypeError(f"Langevin dynamics moves x in small steps, and an x of {x.dtype} has none. Start from `x.float()`.")
+    if not x.is_floating_point():
+        raise TypeError(f"Langevin dynamics moves x in small steps, and an x of {x.dtype} has none. Start from `x.float()`.")
     with _no_training(), torch.enable_grad(): e = energy(x.detach().requires_grad_())
     if e.numel() != len(x):
-        raise ValueError(f"The energy has shape {tuple(e.shape)} for {len(x)} samples, where one number per sample is expected. To sample from a classifier use `partial(class_energy, model)`, with `y=` the classes.")
-    if not e.requires_grad: raise ValueError("The energy does not depend on x, as far as autograd knows. Compute it without `detach`, `torch.no_grad` or `.item()`.")
+        raise ValueError(f"The energy has shape {tuple(e.shape)} for {len(x)} samples, where one number per sample is "
+                         f"expected. To sample from a classifier use `partial(class_energy, model)`, with `y=` the classes.")
+    if not e.requires_grad:
+        raise ValueError("The energy does not depend on x, as far as autograd knows. "
+                         "Compute it without `detach`, `torch.no_grad` or `.item()`.")
 
 # %% ../nbs/api/10_sampling.ipynb #249cc785
 def _langevin(grad, state, step, noise, clip):
@@ -127,7 +135,9 @@ def langevin_sample(
     "Draw samples from exp(-`energy`) by Langevin dynamics: one graph for all steps, run once per step. Modules must be in eval mode"
     steps = _numbers(step_size, n_steps, 'step_size')
     noises = [math.sqrt(s) for s in steps] if noise is None else _numbers(noise, n_steps, 'noise')
-    if mala and not min(noises, default=1.) > 0: raise ValueError("Without noise there is no density to correct for: `mala=True` needs step sizes and noise greater than 0 at every step.")
+    if mala and not min(noises, default=1.) > 0:
+        raise ValueError("Without noise there is no density to correct for: `mala=True` "
+                         "needs step sizes and noise greater than 0 at every step.")
     if is_xla(x): register_lowerings()
     start,f = x.detach().as_subclass(torch.Tensor),partial(energy, **kwargs)
     _check(f, start)
@@ -206,7 +216,9 @@ class ContrastiveDivergence(Callback):
 
     def _sample(self, x, *y):
         f = lambda x: self.energy(self.model, x, *y)
-        with _eval_mode(self.model): return [langevin_sample(f, x, self.n_steps, self.step_size, self.noise, clip=self.clip, clip_grad=self.clip_grad, progress=False), *y]
+        with _eval_mode(self.model):
+            return [langevin_sample(f, x, self.n_steps, self.step_size, self.noise,
+                                    clip=self.clip, clip_grad=self.clip_grad, progress=False), *y]
 
     def after_loss(self):
         if self.fake is None: return

@@ -18,12 +18,16 @@ from fastcore.all import *
 from .state import Refused
 
 # %% ../../nbs/api/05d_capture.effects.ipynb #95d5ad50
-_libraries = {'torch', 'torch_xla', 'torchvision', 'fastai', 'fastcore', 'fastai_xla', 'numpy', 'fasttransform', 'plum', 'beartype', 'math', 'operator', '_operator', 'itertools', 'functools', '_functools', 'collections',
+_libraries = {'torch', 'torch_xla', 'torchvision', 'fastai', 'fastcore', 'fastai_xla', 'numpy', 'fasttransform',
+    'plum', 'beartype', 'math', 'operator', '_operator', 'itertools', 'functools', '_functools', 'collections',
     'contextlib', 'typing', 'types', 'abc', '_abc', 'enum', 'copy', 'dataclasses'}
-_harmless = set('len isinstance issubclass getattr hasattr callable abs min max sum any all iter next sorted id round divmod pow repr hash vars'.split())
-_changes = set('append appendleft extend extendleft insert remove pop popleft popitem clear update add discard setdefault sort reverse rotate'.split())
+_harmless = set('len isinstance issubclass getattr hasattr callable abs min max sum '
+                'any all iter next sorted id round divmod pow repr hash vars'.split())
+_changes = set('append appendleft extend extendleft insert remove pop popleft popitem '
+               'clear update add discard setdefault sort reverse rotate'.split())
 
-_values = {'builtins', 'random', 'datetime', 're', 'decimal', 'fractions', '_thread'}   # whose objects do not change, or are looked at elsewhere, or must not be interrupted (locks)
+# whose objects do not change, or are looked at elsewhere, or must not be interrupted (locks)
+_values = {'builtins', 'random', 'datetime', 're', 'decimal', 'fractions', '_thread'}
 
 def is_library(
     module:str, # Name of a Python module
@@ -39,8 +43,11 @@ def _effect_of_call(f):
     "What is wrong with calling `f`, a function written in C, within a step; empty if nothing is"
     o,name = getattr(f, '__self__', None),f.__name__
     if f is sys.setprofile: return ''
-    if isinstance(o, ModuleType): return '' if _root(f) in _libraries or o.__name__ == 'builtins' and name in _harmless else f'calls {o.__name__}.{name}' if o.__name__ != 'builtins' else f'calls {name}'
-    if isinstance(o, (list, dict, set, deque)): return f'changes a {type(o).__name__} (with .{name})' if name in _changes and not any(o is new for new in gc.get_objects()) else ''
+    if isinstance(o, ModuleType):
+        return ('' if _root(f) in _libraries or o.__name__ == 'builtins' and name in _harmless
+                else f'calls {o.__name__}.{name}' if o.__name__ != 'builtins' else f'calls {name}')
+    if isinstance(o, (list, dict, set, deque)):
+        return f'changes a {type(o).__name__} (with .{name})' if name in _changes and not any(o is new for new in gc.get_objects()) else ''
     return '' if _root(type(o)) in _libraries | _values else f'calls .{name} of a {type(o).__name__}'
 
 def _effect_of_code(frame):
@@ -49,7 +56,8 @@ def _effect_of_code(frame):
     def far(name): return isinstance(frame.f_globals.get(name), (list, dict, set)) or name in code.co_freevars
     loads = [i.argval for i in dis.get_instructions(code) if i.opname in ('LOAD_GLOBAL', 'LOAD_DEREF', 'LOAD_NAME')]
     for i in dis.get_instructions(code):
-        if i.opname in ('STORE_GLOBAL', 'DELETE_GLOBAL') or i.opname == 'STORE_DEREF' and i.argval in code.co_freevars: return f'sets {i.argval}, a variable of another scope'
+        if i.opname in ('STORE_GLOBAL', 'DELETE_GLOBAL') or i.opname == 'STORE_DEREF' and i.argval in code.co_freevars:
+            return f'sets {i.argval}, a variable of another scope'
         if i.opname == 'STORE_ATTR' and was and was.opname in ('LOAD_GLOBAL', 'LOAD_DEREF'): return f'sets an attribute of {was.argval}'
         if i.opname in ('STORE_SUBSCR', 'DELETE_SUBSCR') and any(far(n) for n in loads): return 'stores into a container of another scope'
         if i.opname not in ('CACHE', 'PRECALL'): was = i
@@ -68,7 +76,8 @@ def no_effects(
         return f"{type(o).__name__+'.' if hasattr(type(o), code.co_name) else ''}{code.co_name} (line {frame.f_lineno})"
     def note(frame, what):
         if not what: return
-        found.append(f"{where(frame)} {what} within the step, where nobody would see it happen again; in `before_batch` and `after_batch` callbacks run as Python at every batch")
+        found.append(f"{where(frame)} {what} within the step, where nobody would see it happen again; "
+                     f"in `before_batch` and `after_batch` callbacks run as Python at every batch")
         raise Refused(found[0])   # before it happens
     def watch(frame, event, arg):
         if found: return
@@ -80,7 +89,9 @@ def no_effects(
                 except Refused as e:
                     found.append(str(e))
                     raise
-            elif frame.f_back is not None and _is_user(frame.f_back) and (root := frame.f_globals.get('__name__', '')).partition('.')[0] not in _libraries: note(frame.f_back, f'calls {root}.{frame.f_code.co_name}')
+            elif (frame.f_back is not None and _is_user(frame.f_back)
+                  and (root := frame.f_globals.get('__name__', '')).partition('.')[0] not in _libraries):
+                note(frame.f_back, f'calls {root}.{frame.f_code.co_name}')
         elif event == 'c_call' and _is_user(frame): note(frame, _effect_of_call(arg))
     gc.freeze()   # what was there before is not among `gc.get_objects()` then
     was = sys.getprofile()

@@ -124,7 +124,8 @@ def _escape(f):
 
 for _c in (_Float, _Int):
     for _n in 'lt le eq ne gt ge'.split(): setattr(_c, f'__{_n}__', _compare(getattr(operator, _n)))
-    for _n,_f in dict(bool=bool, int=int, hash=hash, round=round, trunc=math.trunc, repr=repr, str=str, format=format).items(): setattr(_c, f'__{_n}__', _escape(_f))
+    for _n,_f in dict(bool=bool, int=int, hash=hash, round=round, trunc=math.trunc, repr=repr, str=str, format=format).items():
+        setattr(_c, f'__{_n}__', _escape(_f))
 _Int.__index__ = _escape(operator.index)
 
 # %% ../../nbs/api/05a_capture.numbers.ipynb #a960c99c

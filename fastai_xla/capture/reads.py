@@ -80,7 +80,8 @@ class Reads:
     ):
         "Note what its code may read, as it is before it runs; refuse what moves on when it is read"
         code = frame.f_code
-        own = {n: v for n,v in frame.f_locals.items() if not isinstance(v, _plain) and not (isinstance(v, torch.Tensor) and (n not in code.co_freevars or is_xla(v)))}
+        own = {n: v for n,v in frame.f_locals.items() if not isinstance(v, _plain)
+               and not (isinstance(v, torch.Tensor) and (n not in code.co_freevars or is_xla(v)))}
         if (key := (code, *map(id, own.values()))) in self._seen: return
         self._seen.add(key)
         self._alive.append(own)   # so that nothing else gets these ids
@@ -94,10 +95,13 @@ class Reads:
         if (type(me), code) in self._seen: return
         self._seen.add((type(me), code))
         for c in type(me).__mro__:   # a method may be patched
-            for k in [k for k,f in vars(c).items() if k == code.co_name or getattr(f, '__code__', None) is code]: self._read(vars(c), k, None, f'{c.__name__}.{k}', c)
+            for k in [k for k,f in vars(c).items() if k == code.co_name or getattr(f, '__code__', None) is code]:
+                self._read(vars(c), k, None, f'{c.__name__}.{k}', c)
 
     def _refuse(self, v, path):
-        if _moves(v): raise Refused(f"the step may draw from {path}, a {type(v).__name__}, and nobody would move that on; draw on the device, e.g. torch.rand(n, device=x.device)")
+        if _moves(v):
+            raise Refused(f"the step may draw from {path}, a {type(v).__name__}, and nobody would "
+                          f"move that on; draw on the device, e.g. torch.rand(n, device=x.device)")
 
     def _read(self, d, k, code, path, owner=None, new=False):
         v = _get(d, k)
@@ -123,11 +127,14 @@ class Reads:
         if isinstance(v, (ModuleType, type)):
             if is_library(v.__name__ if isinstance(v, ModuleType) else v.__module__): return
         elif isinstance(v, GetAttr): names = attrs - of_batch | {v._default}
-        elif isinstance(d, dict) and not isinstance(v, FunctionType) and not (isinstance(v, nn.Module) and (id(d) in self.known or hasattr(v, 'step_key'))): names = attrs | {k for k,o in d.items() if isinstance(o, _plain)}
+        elif (isinstance(d, dict) and not isinstance(v, FunctionType)
+              and not (isinstance(v, nn.Module) and (id(d) in self.known or hasattr(v, 'step_key')))):
+            names = attrs | {k for k,o in d.items() if isinstance(o, _plain)}
         if isinstance(d, dict):
             for k in names & d.keys(): self._read(d, k, code, f'{path}.{k}', v)
             for k in stores if id(d) not in self.known else (): self._read(d, k, None, f'{path}.{k}', v, new=True)
-        for k in {k for c in type(v).__mro__ for k in vars(c).get('__slots__', ()) if k in attrs | stores}: self._read(v, k, code, f'{path}.{k}', v, new=True)
+        for k in {k for c in type(v).__mro__ for k in vars(c).get('__slots__', ()) if k in attrs | stores}:
+            self._read(v, k, code, f'{path}.{k}', v, new=True)
         for c in () if isinstance(v, (ModuleType, FunctionType)) else (v if isinstance(v, type) else type(v)).__mro__:
             if not is_library(c.__module__):
                 for k in attrs & vars(c).keys(): self._read(vars(c), k, code, f'{c.__name__}.{k}', c)
@@ -139,7 +146,8 @@ class Reads:
         if isinstance(v, _plain): return type(v),v
         if isinstance(v, np.ndarray): return (v.dtype, v.shape, v.tobytes()) if v.nbytes <= 1e6 and not v.dtype.hasobject else id(v)
         if isinstance(v, (*_lists, dict)) and len(v) > 1000: return id(v),len(v)
-        if isinstance(v, dict): return dict,tuple((k if isinstance(k, _plain) else id(k), self._kept(o)) for k,o in v.items() if (id(v), k) not in self.numbers)
+        if isinstance(v, dict):
+            return dict,tuple((k if isinstance(k, _plain) else id(k), self._kept(o)) for k,o in v.items() if (id(v), k) not in self.numbers)
         if isinstance(v, _lists): return type(v),tuple(map(self._kept, v))
         if isinstance(v, partial): return id(v.func),self._kept(v.args),self._kept(v.keywords)
         if isinstance(v, MethodType): return id(v.__self__),id(v.__func__)
@@ -158,8 +166,10 @@ class Reads:
         found = ''
         for d,k,kept,v,was,path,owner in self.places.values():
             now = _get(d, k)
-            if id(d) in self.known and not (now is v and isinstance(v, (np.ndarray, set, deque))): continue   # of containers and arrays in place nobody else knows
-            moved = now is not v and isinstance(v, torch.Tensor) or isinstance(v, torch.Tensor) and is_xla(v) and was is not None and pending([v])[0]
+            # of containers and arrays in place nobody else knows
+            if id(d) in self.known and not (now is v and isinstance(v, (np.ndarray, set, deque))): continue
+            moved = (now is not v and isinstance(v, torch.Tensor) or isinstance(v, torch.Tensor)
+                     and is_xla(v) and was is not None and pending([v])[0])
             moved = moved or any(a is not b for a,b in zip(_items(v), _items(was)) if isinstance(a, torch.Tensor))
             if not moved and self._kept(now) == kept: continue
             found = found or path
@@ -178,7 +188,8 @@ class Reads:
         for f in gc.get_referrers(*codes) if codes else ():
             if not isinstance(f, FunctionType) or f.__code__ not in codes: continue
             for n,c in zip(f.__code__.co_freevars, f.__closure__ or ()): self._read(c, 'cell_contents', f.__code__, n)
-        self.places = {at: (d, k, kept, v if kept == id(v) else None, None, path, owner) for at,(d,k,kept,v,_,path,owner) in self.places.items()}
+        self.places = {at: (d, k, kept, v if kept == id(v) else None, None, path, owner)
+                       for at,(d,k,kept,v,_,path,owner) in self.places.items()}
         self.codes,self.caches,self._seen = set(),{},set()
 
     def moved(self) -> str: # Where; empty if there is none

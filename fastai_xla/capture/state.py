@@ -64,9 +64,11 @@ class Refused(RuntimeError):
         self.why,self.again = why,again
 
 _plain = (int, float, bool, str, bytes, type(None), torch.dtype, torch.device)
-_module_attrs = frozenset(nn.Module().__dict__) - {'training'} | {'_flat_weight_refs'}   # the last is a cache of `nn.RNNBase`, checked by itself
+# the last is a cache of `nn.RNNBase`, checked by itself
+_module_attrs = frozenset(nn.Module().__dict__) - {'training'} | {'_flat_weight_refs'}
 
-def key_name(k): return f'parameter of shape {tuple(k.shape)}' if isinstance(k, torch.Tensor) else str(k)   # to print a tensor is to read it
+# to print a tensor is to read it
+def key_name(k): return f'parameter of shape {tuple(k.shape)}' if isinstance(k, torch.Tensor) else str(k)
 
 class Places:
     "The places under some objects, each with a readable path"
@@ -74,7 +76,8 @@ class Places:
         roots:dict, # Name -> object whose attributes are looked at: module, dict, or anything with a `__dict__`
         skip=(), # Names of attributes not to look at
     ):
-        self.tensors,self.trees,self.numbers,self.others,self.keys,self.of_modules,self._seen,self._skip = [],[],[],[],{},set(),set(),frozenset(skip)
+        self.tensors,self.trees,self.numbers,self.others,self.keys,self.of_modules,self._seen,self._skip = (
+            [],[],[],[],{},set(),set(),frozenset(skip))
         for n,o in roots.items():
             if isinstance(o, (dict, nn.Module)): self._walk(None, None, o, n)
             else: self._items(vars(o), n + '.')
@@ -96,7 +99,8 @@ class Places:
     def _module(self, m, path):
         for o in (m._parameters, m._buffers, m._modules): self._items(o, path + '.')
         self.of_modules |= {id(m._parameters), id(m._buffers)}
-        counters = {k for k,v in m.__dict__.items() if type(v) is int} if hasattr(m, 'step_key') else set()   # such a module says itself what a step does with them
+        # such a module says itself what a step does with them
+        counters = {k for k,v in m.__dict__.items() if type(v) is int} if hasattr(m, 'step_key') else set()
         self._items(m.__dict__, path + '.', skip=_module_attrs | counters)
 
 # %% ../../nbs/api/05b_capture.state.ipynb #d75156b9
@@ -135,7 +139,9 @@ class Memory:
         self.grads,self.trains = [p.grad for p in self.params],[p.requires_grad for p in self.params]
         for p,g in zip(self.params, self.grads): self._add(g, (grad, p))
         self.tensors,self.readers = map(list, zip(*self.readers.values())) if self.readers else ([], [])
-        self.weights = {i for i,(t,rs) in enumerate(zip(self.tensors, self.readers)) if any(f is item and id(at[0]) in places.of_modules for f,*at in rs) and (t.requires_grad or not isinstance(t, nn.Parameter))}
+        self.weights = {i for i,(t,rs) in enumerate(zip(self.tensors, self.readers))
+                        if any(f is item and id(at[0]) in places.of_modules for f,*at in rs)
+                        and (t.requires_grad or not isinstance(t, nn.Parameter))}
         self.names = [{(f, *map(id, at)): (f, *at) for f,*at in rs} for rs in self.readers]
         self.buffers = buffers(self.tensors)
         self.host = [(t, t.detach().clone(), path) for *_,t,path in places.tensors if not is_xla(t)]

@@ -33,11 +33,14 @@ def no_host_draws():
     try: yield
     finally:
         py2,npy2,tch2 = _host_rng()
-        drawn = [n for n,same in dict(random=py == py2, numpy=npy[2] == npy2[2] and (npy[1] == npy2[1]).all(), torch=torch.equal(tch, tch2)).items() if not same]
+        drawn = [n for n,same in dict(
+            random=py == py2, numpy=npy[2] == npy2[2] and (npy[1] == npy2[1]).all(), torch=torch.equal(tch, tch2)).items() if not same]
         random.setstate(py)
         np.random.set_state(npy)
         torch.set_rng_state(tch)
-    if drawn: raise Refused(f"the step draws random numbers on the host (with {drawn[0]}); draw them on the device, e.g. torch.rand(n, device=x.device)")
+    if drawn:
+        raise Refused(f"the step draws random numbers on the host (with {drawn[0]}); "
+                      f"draw them on the device, e.g. torch.rand(n, device=x.device)")
 
 # %% ../../nbs/api/05c_capture.step.ipynb #faa4b7f8
 class HostNumber(torch.Tensor):
@@ -48,7 +51,9 @@ class HostNumber(torch.Tensor):
         return self
     @classmethod
     def __torch_function__(cls, f, types, args=(), kwargs=None):
-        if f.__name__ != '__get__': raise Refused("the step computes with a tensor on the CPU in which the optimizer keeps a number; fastai's own optimizers keep none there")
+        if f.__name__ != '__get__':
+            raise Refused("the step computes with a tensor on the CPU in which the "
+                          "optimizer keeps a number; fastai's own optimizers keep none there")
         with torch._C.DisableTorchFunctionSubclass(): return f(*args, **(kwargs or {}))
 
 def _is_number(v): return isinstance(v, (int, float)) and not isinstance(v, bool)
@@ -57,7 +62,8 @@ def number_keys(
     d:dict, # Hyper-parameters of one group
 ) -> list: # Key, or (key, index)
     "Where there are numbers in `d`, and in tuples in it"
-    return [k for k,v in d.items() if _is_number(v)] + [(k, j) for k,v in d.items() if type(v) is tuple for j,o in enumerate(v) if _is_number(o)]
+    return [k for k,v in d.items() if _is_number(v)] + [(k, j) for k,v in d.items() if type(v) is tuple
+                                                        for j,o in enumerate(v) if _is_number(o)]
 
 def get_number(
     d:dict, # Any dict
@@ -128,7 +134,8 @@ class Numbers:
 
     def values(self) -> dict|None: # Name -> value; `None` where numbers that were one have become different
         "The numbers as they are now"
-        res = {n: get_number(d, k) for n,(d,k) in self.first.items()} | {(j, *n): v for j,o in enumerate(self.later, 1) for n,v in o.items()}
+        res = ({n: get_number(d, k) for n,(d,k) in self.first.items()}
+               | {(j, *n): v for j,o in enumerate(self.later, 1) for n,v in o.items()})
         return res if all(get_number(d, k) == res[n] for d,k,n in self.same) else None
 
 # %% ../../nbs/api/05c_capture.step.ipynb #5727bc48
@@ -155,10 +162,13 @@ class Trace:
         try:
             if any(n_holders([self.memory.tensors[i] for i in self.memory.weights])): raise Refused(aliased)   # a trace would part them
             try:
-                with no_host_draws(), shared_scalars(), recorded_math(), torch.autograd.set_multithreading_enabled(False), no_effects(self.reads) if watched else nullcontext():
+                with no_host_draws(), shared_scalars(), recorded_math(), torch.autograd.set_multithreading_enabled(
+                    False), no_effects(self.reads) if watched else nullcontext():
                     outs = [self._step(fn, j, numbers) for j in range(len(numbers.later)+1)]
             finally: changed = self.reads.restore()
-            if changed: raise Refused(f"{changed} changes within the step; in `before_batch` and `after_batch` callbacks run as Python at every batch")
+            if changed:
+                raise Refused(f"{changed} changes within the step; in `before_batch` "
+                              f"and `after_batch` callbacks run as Python at every batch")
             self.n_draws = n_draws(self.seeds[-1], rng_state())
             c = xla_counts() - c0
             if c.fallbacks: raise Refused(f"operators without an XLA kernel run on the CPU: {', '.join(c.fallbacks)}")
@@ -194,7 +204,9 @@ def _changed(self:Trace, before, after, numbers):
     self.counts = []
     for d,k,name,_ in numbers.places.values(): self._count(d, k, name)
     for d,k,v,path in before.numbers:
-        if (id(d), k) not in numbers.places and d[k] is not v and (isinstance(d[k], torch.Tensor) or d[k] != v): raise Refused(f"{path} changes within the step", f", from {v} to {d[k] if isinstance(d[k], (int, float, str)) else type(d[k]).__name__}")
+        if (id(d), k) not in numbers.places and d[k] is not v and (isinstance(d[k], torch.Tensor) or d[k] != v):
+            raise Refused(f"{path} changes within the step",
+                          f", from {v} to {d[k] if isinstance(d[k], (int, float, str)) else type(d[k]).__name__}")
     others = [(path, d, k, v) for d,k,v,path in before.others if d[k] is not v]
     for path,d,k,v in others:
         if not (isinstance(v, dict) and isinstance(d[k], dict)): raise Refused(f"{path} is replaced within the step")
@@ -203,9 +215,11 @@ def _changed(self:Trace, before, after, numbers):
     ts = self.memory.tensors
     self.updated = [i for i,p in enumerate(pending(ts)) if p]
     fresh = [t for t,p,b in zip(ts, pending(ts), self.memory.buffers) if not p and buffers([t])[0] != b]
-    if [p.requires_grad for p in self.memory.params] != self.memory.trains: raise Refused("parameters are frozen or unfrozen within the step")
+    if [p.requires_grad for p in self.memory.params] != self.memory.trains:
+        raise Refused("parameters are frozen or unfrozen within the step")
     if fresh: raise Refused(f"a tensor of shape {tuple(fresh[0].shape)} is set from the host within the step")
-    replaced = [(path, d, k) for d,k,t,path in before.tensors if d[k] is not t and (id(d), k) not in numbers.places] + [scratch[id(d), k] for d,keys,_ in before.keys.values() for k in new.get(id(d), ()) if k not in keys]
+    replaced = ([(path, d, k) for d,k,t,path in before.tensors if d[k] is not t and (id(d), k) not in numbers.places]
+                + [scratch[id(d), k] for d,keys,_ in before.keys.values() for k in new.get(id(d), ()) if k not in keys])
     replaced += [(path, d, k) for d,k,v,(leaves,_),path in before.trees if self._tree_changed(d[k], leaves, path)]
     replaced += [(path, d, k) for path,d,k,_ in others]
     self.replaced = [(d, k, d[k]) for path,d,k in sorted(replaced, key=lambda o: o[0])]
@@ -215,7 +229,9 @@ def _changed(self:Trace, before, after, numbers):
 def _tree_changed(self:Trace, v, leaves, path):
     now = flatten(v)[0]
     plain = lambda ls: [o for o in ls if not isinstance(o, torch.Tensor)]
-    if len(now) != len(leaves) or any(a is not b and not (type(a) is type(b) and isinstance(a, (int, float, str)) and a == b) for a,b in zip(plain(now), plain(leaves))): raise Refused(f"{path} holds other things after the step than before it")
+    if len(now) != len(leaves) or any(a is not b and not (type(a) is type(b) and isinstance(a, (int, float, str)) and a == b)
+                                      for a,b in zip(plain(now), plain(leaves))):
+        raise Refused(f"{path} holds other things after the step than before it")
     return any(a is not b for a,b in zip(now, leaves))
 
 @patch
@@ -266,8 +282,11 @@ def _sort_inputs(self:Trace):
     for i,b in enumerate(self.memory.buffers): state.setdefault(b, []).append(i)
     seeds = {s: j for j,s in enumerate(self.seeds)}
     seed = lambda k: seeds[self.ts[k].item() % 2**64] if len(seeds) > 1 else 0
-    self.sources = [('seed', seed(k)) if i is None else ('batch', batch[b]) if b in batch else ('state', state[b]) if b in state else ('const', k) for k,(i,b) in enumerate(zip(self.ids, self.buffers))]
-    self.names = [{n: r for i in at for n,r in self.memory.names[i].items()} if kind == 'state' else {(kind, at): None} for kind,at in self.sources]   # all places where an input was found
+    self.sources = [('seed', seed(k)) if i is None else ('batch', batch[b]) if b in batch else ('state', state[b]) if b in state
+                    else ('const', k) for k,(i,b) in enumerate(zip(self.ids, self.buffers))]
+    # all places where an input was found
+    self.names = [{n: r for i in at for n,r in self.memory.names[i].items()} if kind == 'state'
+                  else {(kind, at): None} for kind,at in self.sources]
     ks = [k for k,s in enumerate(self.sources) if s[0] == 'const']
     self.consts = dict(zip(ks, fetch([self.ts[k] for k in ks])))
     self.meanings = {k: {i for i,v in enumerate(self.tape.shown) if _is(v, c)} for k,c in self.consts.items() if not c.dim()}
@@ -294,16 +313,20 @@ class Recording:
         Trace(fn, places, inputs, self.numbers, seed=2, then=lambda t: self._compile(first, t))
 
     def _compile(self, first, trace):
-        for n in 'tape hash sources names ids buffers consts meanings updated replaced outs counts grads reads n_draws'.split(): setattr(self, n, getattr(trace, n))
+        for n in 'tape hash sources names ids buffers consts meanings updated replaced outs counts grads reads n_draws'.split():
+            setattr(self, n, getattr(trace, n))
         self._compare(first)
         self.reads.find_variables()
         known = known_constants()
         for k,c in self.consts.items():
-            if self.buffers[k] == first.buffers[k] and self.buffers[k] not in known and (c.dim() or self.ids[k] == first.ids[k] >= 0): raise Refused(f"the step reads a tensor of shape {tuple(c.shape)} that is no attribute of the model, the loss or a callback, where a change of it would go unseen; make it a buffer of a module, or an attribute")
+            if self.buffers[k] == first.buffers[k] and self.buffers[k] not in known and (c.dim() or self.ids[k] == first.ids[k] >= 0):
+                raise Refused(f"the step reads a tensor of shape {tuple(c.shape)} that is no attribute of the model, the loss or "
+                              f"a callback, where a change of it would go unseen; make it a buffer of a module, or an attribute")
         self.shapes = {k: (t.dtype, t.shape, True) for k,(t,(kind,_)) in enumerate(zip(trace.ts, self.sources)) if kind == 'state'}
         self.of_modules = trace.memory.of_modules
         in_place = {i for i,_ in self.updated}
-        self.handle = compile_graph(trace.roots, [t for t,(kind,at) in zip(trace.ts, self.sources) if kind == 'state' and in_place.issuperset(at)])
+        self.handle = compile_graph(trace.roots,
+                                    [t for t,(kind,at) in zip(trace.ts, self.sources) if kind == 'state' and in_place.issuperset(at)])
         self.kept = {k: trace.ts[k] for k in self.consts}
         self.weights = [trace.memory.readers[i][0] for i,_ in self.updated if i in trace.memory.weights]
         self.updated = [(trace.memory.readers[i][0], r) for i,r in self.updated]
@@ -314,12 +337,14 @@ class Recording:
         if other.hash != self.hash or len(other.names) != len(self.names): raise Refused("the graph of the step is not the same each time")
         self.names = [{n: r for n,r in a.items() if n in b} for a,b in zip(self.names, other.names)]
         if not all(self.names): raise Refused("the step does not find its inputs in the same places each time")
-        if other.tape.ops != self.tape.ops or other.tape.guards != self.tape.guards: raise Refused("the step computes its Python numbers in different ways")
+        if other.tape.ops != self.tape.ops or other.tape.guards != self.tape.guards:
+            raise Refused("the step computes its Python numbers in different ways")
         for k,c in other.consts.items():
             self.meanings[k] = self.meanings.get(k, set()) & other.meanings.get(k, set())
             self._doubt(k, c)
             if not self.meanings[k] and not torch.equal(torch.nan_to_num(self.consts[k]), torch.nan_to_num(c)):
-                what = f"the number {self.consts[k].item():.7g} is {c.item():.7g} the next time" if c.dim() == 0 else f"a tensor of shape {tuple(c.shape)} that the step makes on the host has other values the next time"
+                what = (f"the number {self.consts[k].item():.7g} is {c.item():.7g} the next time" if c.dim() == 0
+                        else f"a tensor of shape {tuple(c.shape)} that the step makes on the host has other values the next time")
                 raise Refused("a constant of the graph changes from step to step", f": {what}")
 
     def _doubt(self, k, c):
@@ -339,7 +364,8 @@ class Recording:
         self.items,self.readers = [r[1:] for _,r in states if r[0] is item],[r for _,r in states if r[0] is not item]
         replaced = {(id(d), k) for d,k,*_ in self.replaced}
         self.attrs = [(r, self.shapes[k]) for k,r in states if not (r[0] is item and id(r[1]) in self.of_modules)]
-        self.own = [(r, shape) for r,shape in self.attrs if len(r) > 2 and (id(r[1]), r[2]) in replaced]   # the step itself may leave another shape or dtype there
+        # the step itself may leave another shape or dtype there
+        self.own = [(r, shape) for r,shape in self.attrs if len(r) > 2 and (id(r[1]), r[2]) in replaced]
         at = {(f, *map(id, a)): i for i,(_,(f,*a)) in enumerate(states)}
         self.in_place = [(at[key], r) for (f,*a),r in self.updated if (key := (f, *map(id, a))) in at]
         self.elsewhere = [((f, *a), r) for (f,*a),r in self.updated if (f, *map(id, a)) not in at]
@@ -350,7 +376,8 @@ class Recording:
         n += len(fixed)
         place |= {k: n + self.scalars.index((min(m), self.consts[k].dtype)) for k,m in known.items()}
         n += len(scalars)
-        self.order = [place[k] if k in place else len(states) + self.draws.index(i) if kind == 'seed' else n+i for k,(kind,i) in enumerate(self.sources)]
+        self.order = [place[k] if k in place else len(states) + self.draws.index(i) if kind == 'seed' else n+i
+                      for k,(kind,i) in enumerate(self.sources)]
 
 # %% ../../nbs/api/05c_capture.step.ipynb #222b0012
 @patch
@@ -359,7 +386,9 @@ def verify(self:Recording,
 ):
     "Trace the step again, and refuse if the recording would not have done what it does"
     self.checks += 1
-    if self.checks > 8: raise Refused("a number that changes and a constant of the graph look the same in one step after another, so that each would have to be traced")
+    if self.checks > 8:
+        raise Refused("a number that changes and a constant of the graph look the same "
+                      "in one step after another, so that each would have to be traced")
     self.retrace(inputs)
 
 @patch
@@ -369,7 +398,8 @@ def retrace(self:Recording,
 ):
     "Trace the step without running it; raises where it is not what was recorded"
     names,meanings = self.names,self.meanings
-    for unread in (self.tape.unread(), frozenset()):   # the first tells numbers from constants that happen to be equal; where it fails, the second has the say
+    # the first tells numbers from constants that happen to be equal; where it fails, the second has the say
+    for unread in (self.tape.unread(), frozenset()):
         self.names,self.meanings = names,dict(meanings)
         try:
             trace = Trace(self.fn, self.places, inputs, self.get_numbers(), seed=3, unread=unread, watched=watched)
@@ -417,7 +447,8 @@ def _seeds(self:Recording):
 @patch
 def _send_numbers(self:Recording):
     new = [(j, i, dtype) for j,(i,dtype) in enumerate(self.scalars) if self.sent[j] is None or self.sent[j][0] != self.values[i]]
-    for (j,i,_),t in zip(new, send_batch([torch.tensor(self.values[i], dtype=dtype) for _,i,dtype in new], self.device)): self.sent[j] = self.values[i],t
+    for (j,i,_),t in zip(new, send_batch([torch.tensor(self.values[i], dtype=dtype) for _,i,dtype in new], self.device)):
+        self.sent[j] = self.values[i],t
     return [t for _,t in self.sent]
 
 @patch

@@ -24,7 +24,9 @@ _base_attrs = frozenset(nn.Module().__dict__) - {'training'}
 
 _for_all = [getattr(nn.modules.module, f'_global_{n}_hooks') for n in ('forward', 'forward_pre', 'backward', 'backward_pre')]
 
-def _all_plain(v): return isinstance(v, _plain) or isinstance(v, (tuple, list)) and all(map(_all_plain, v)) or isinstance(v, dict) and _all_plain(list(v.values()))
+def _all_plain(v):
+    return (isinstance(v, _plain) or isinstance(v, (tuple, list)) and all(map(_all_plain, v))
+            or isinstance(v, dict) and _all_plain(list(v.values())))
 def _type(v): return (type(v), *map(type, v)) if isinstance(v, (tuple, list)) and len(v) < 100 else type(v)
 def _is_object(v): return not isinstance(v, (torch.Tensor, dict, list, tuple))
 
@@ -35,23 +37,28 @@ class Watch:
     ):
         self.roots,ms = modules,list(dict.fromkeys(m for o in modules for m in o.modules()))
         self.keyed = [m for m in ms if hasattr(m, 'step_key')]
-        own = [(m.__dict__, k, v) for m in ms for k,v in m.__dict__.items() if k not in _base_attrs and (k == 'training' or m not in self.keyed)]
+        own = [(m.__dict__, k, v) for m in ms
+               for k,v in m.__dict__.items() if k not in _base_attrs and (k == 'training' or m not in self.keyed)]
         self.dicts = [m.__dict__ for m in ms]
         self.values = [(d, k) for d,k,v in own if _all_plain(v) and not isinstance(v, (list, dict))]
         self.lists = [(d, k, type(v)) for d,k,v in own if isinstance(v, (list, dict)) and _all_plain(v)]
         self.host = [(d, k) for d,k,v in own if isinstance(v, torch.Tensor) and not is_xla(v)]
         self.objects = [(d, k) for d,k,v in own if not _all_plain(v) and _is_object(v)]
         self.user = [(m.__dict__, k) for m in ms if not is_library(type(m).__module__) for k in m.__dict__ if k not in _base_attrs]
-        self.children = [d for m in ms for d in (m._modules, m._parameters, m._forward_hooks, m._forward_pre_hooks, m._backward_hooks, m._backward_pre_hooks)] + _for_all
+        self.children = [d for m in ms for d in (m._modules, m._parameters, m._forward_hooks, m._forward_pre_hooks,
+                                                 m._backward_hooks, m._backward_pre_hooks)] + _for_all
         self.params = list(dict.fromkeys(p for o in modules for p in o.parameters()))
 
     def now(self) -> tuple: # Objects, to be compared by identity, and values
         "All of it as it is now"
-        objs,vals = [d[k] for d,k in (*self.objects, *self.host)],[_type(d[k]) for d,k in self.user]   # types first: a tensor in the place of a number is not compared with it
+        # types first: a tensor in the place of a number is not compared with it
+        objs,vals = [d[k] for d,k in (*self.objects, *self.host)],[_type(d[k]) for d,k in self.user]
         vals += [d[k] for d,k in self.values] + [d[k]._version for d,k in self.host]
         for d in self.children: objs += d.values()
         vals += [len(d) for d in self.dicts] + [f(d[k]) for d,k,f in self.lists]
-        for p in self.params: vals += (p.requires_grad, p.grad is None, p.requires_grad or getattr(p, '_cleared', False), p.dtype, p.shape, len(p._backward_hooks or ()), len(p._post_accumulate_grad_hooks or ()))
+        for p in self.params:
+            vals += (p.requires_grad, p.grad is None, p.requires_grad or getattr(p, '_cleared', False),
+                     p.dtype, p.shape, len(p._backward_hooks or ()), len(p._post_accumulate_grad_hooks or ()))
         return [*self.roots, *objs],vals
 
 def same(
@@ -72,8 +79,10 @@ class Settings:
     ):
         self.dicts = [o.keywords if isinstance(o, partial) else getattr(o, '__dict__', {}) for o,_ in objects]
         own = [(d, k, v, numbers) for d,(_,numbers) in zip(self.dicts, objects) for k,v in d.items() if k not in of_batch]
-        self.plain = [(d, k) for d,k,v,numbers in own if _all_plain(v) and not isinstance(v, (list, dict)) and (numbers or type(v) not in (int, float))]
-        self.plain += [(learn.__dict__, k) for k,v in sorted(learn.__dict__.items(), key=itemgetter(0)) if k not in of_batch and (v is None or type(v) in (bool, str))]
+        self.plain = [(d, k) for d,k,v,numbers in own if _all_plain(v)
+                      and not isinstance(v, (list, dict)) and (numbers or type(v) not in (int, float))]
+        self.plain += [(learn.__dict__, k) for k,v in sorted(learn.__dict__.items(), key=itemgetter(0))
+                       if k not in of_batch and (v is None or type(v) in (bool, str))]
         self.lists = [(d, k) for d,k,v,_ in own if isinstance(v, list) and _all_plain(v)]
         self.others = [(d, k) for d,k,v,_ in own if not _all_plain(v) and _is_object(v)]
         self.alive = [d[k] for d,k in self.others]
@@ -81,4 +90,5 @@ class Settings:
     def now(self) -> tuple: # Types, values, ids of objects, lengths, lists
         "All of it as it is now"
         vals = [d[k] for d,k in self.plain]
-        return tuple(map(type, vals)),tuple(vals),tuple(id(d[k]) for d,k in self.others),tuple(map(len, self.dicts)),tuple(repr(d[k]) for d,k in self.lists)
+        return (tuple(map(type, vals)),tuple(vals),tuple(id(d[k]) for d,k in self.others),
+                tuple(map(len, self.dicts)),tuple(repr(d[k]) for d,k in self.lists))

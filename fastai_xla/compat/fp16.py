@@ -21,7 +21,9 @@ from ..runtime import *
 @patch
 def before_fit(self:MixedPrecision):
     if not any(map(is_xla, self.model.parameters())): return self._orig_before_fit()
-    if self.amp_mode == AMPMode.FP16: warnings.warn("On XLA `to_fp16()` trains in bfloat16, without a gradient scaler: a TPU computes in bfloat16, and its range needs no scaling. `to_bf16()` says the same without this warning.")
+    if self.amp_mode == AMPMode.FP16:
+        warnings.warn("On XLA `to_fp16()` trains in bfloat16, without a gradient scaler: a TPU computes in "
+                      "bfloat16, and its range needs no scaling. `to_bf16()` says the same without this warning.")
     self.autocast,self.learn.scaler,self.scales = torch.autocast('xla', dtype=torch.bfloat16),GradScaler('cpu', enabled=False),L()
     self.skipped = False
 

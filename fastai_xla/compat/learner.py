@@ -74,7 +74,8 @@ def _warn_nan(rec, n_before):
     with torch._C.DisableTorchFunctionSubclass(): bad = (~torch.stack(rec.losses).isfinite()).nonzero() if rec.losses else rec.losses
     if len(bad) == 0 or rec._nan_told: return
     first,rec._nan_told = bad[0].item(),True
-    warnings.warn(f"The loss is {rec.losses[first].item()} from step {n_before+first} of this fit on, and the weights with it. On XLA the loss is read at the end of an epoch only. Look for a learning rate that is too high, "
+    warnings.warn(f"The loss is {rec.losses[first].item()} from step {n_before+first} of this fit on, and the weights with "
+                  f"it. On XLA the loss is read at the end of an epoch only. Look for a learning rate that is too high, "
                   "labels out of range, or inputs that are not finite; `TerminateOnNaNCallback()` stops such a fit early.")
 
 @patch
@@ -86,7 +87,8 @@ def before_fit(self:Recorder):
 @patch
 def after_train(self:Recorder):
     "Log loss and metric values on the training set (if `self.training_metrics=True`)"
-    home,self.losses = self.losses[:self._n_home],self.losses[self._n_home:]   # else a long fit would go through all its losses in each epoch
+    # else a long fit would go through all its losses in each epoch
+    home,self.losses = self.losses[:self._n_home],self.losses[self._n_home:]
     try:
         fetch_attrs(self, *self._train_mets)
         if is_xla(self.learn.loss): _warn_nan(self, len(home))

@@ -77,7 +77,8 @@ def _fetched(learn):
 
 def _note_host(met, e):
     on_host.add(met)
-    warnings.warn(f"The metric {met.name} computes with numpy ({str(e).split('.')[0]}), so on XLA predictions and targets are fetched for it at every batch, each time waiting for the device. Written with torch it costs nothing; "
+    warnings.warn(f"The metric {met.name} computes with numpy ({str(e).split('.')[0]}), so on XLA predictions and targets "
+                  f"are fetched for it at every batch, each time waiting for the device. Written with torch it costs nothing; "
                   "`AccumMetric(f, to_np=True)` computes it once per epoch, from all predictions.")
 
 # %% ../../nbs/api/04k_compat.metrics.ipynb #d00a0022

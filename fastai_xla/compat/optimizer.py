@@ -86,7 +86,8 @@ def _init_fastai(opt):
     names = [_made_by[f] for cb in opt.cbs if (f := getattr(cb, 'func', cb)) in _made_by]
     ps = [p for pg in opt.param_lists for p in pg if is_xla(p) and (p.requires_grad or getattr(p, '_cleared', False))]
     missing = [(p, n) for p in ps for n in names if n not in opt.state[p]]
-    for (p,n),z in zip(missing, send([torch.zeros(p.shape, dtype=p.dtype) for p,_ in missing], missing and missing[0][0].device)): opt.state[p][n] = z
+    for (p,n),z in zip(missing, send([torch.zeros(p.shape, dtype=p.dtype) for p,_ in missing], missing and missing[0][0].device)):
+        opt.state[p][n] = z
     for p in ps:
         if 'step' not in opt.state[p] and step_stat in opt.cbs: opt.state[p] = dict(step=0) | opt.state[p]
 
@@ -128,7 +129,8 @@ def _move_state(
     state, # Parameter -> its state
 ):
     "Move the state of each parameter to the parameter's device"
-    todo = [(s, k, p.device) for p,s in state.items() for k,v in s.items() if isinstance(v, torch.Tensor) and v.device != p.device and (k != 'step' or is_xla(v))]
+    todo = [(s, k, p.device) for p,s in state.items()
+            for k,v in s.items() if isinstance(v, torch.Tensor) and v.device != p.device and (k != 'step' or is_xla(v))]
     for (s,k,device),t in zip(todo, fetch([s[k] for s,k,_ in todo])): s[k] = send([t], device)[0]
 
 def swap_params(

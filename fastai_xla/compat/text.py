@@ -135,7 +135,8 @@ fastai.text.learner.load_model_text,fastai.text.learner.load_ignore_keys = load_
 
 # %% ../../nbs/api/04h_compat.text.ipynb #8a669740
 @patch
-def predict(self:LMLearner, text, n_words=1, no_unk=True, temperature=1., min_p=None, no_bar=False, decoder=decode_spec_tokens, only_last_word=False):
+def predict(self:LMLearner, text, n_words=1, no_unk=True, temperature=1., min_p=None,
+            no_bar=False, decoder=decode_spec_tokens, only_last_word=False):
     "Return `text` and the `n_words` that come after"
     args = n_words,no_unk,temperature,min_p,no_bar,decoder,only_last_word
     if not hasattr(self, 'xla_opt'): return self._orig_predict(text, *args)

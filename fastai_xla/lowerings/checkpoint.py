@@ -37,7 +37,8 @@ def _device_module():
 # %% ../../nbs/api/01d_lowerings.checkpoint.ipynb #8aa8400f
 def _one_after(g):
     one = torch.where(g.detach().reshape(-1)[0] > 0, torch.ones((), device=g.device), torch.ones((), device=g.device))
-    return lambda t: t.detach().mul(one.to(t.dtype)).requires_grad_(t.requires_grad) if isinstance(t, torch.Tensor) and is_xla(t) and t.dtype != torch.bool else t
+    return (lambda t: t.detach().mul(one.to(t.dtype)).requires_grad_(t.requires_grad)
+            if isinstance(t, torch.Tensor) and is_xla(t) and t.dtype != torch.bool else t)
 
 class _Twice:
     "A function whose second run follows the gradient of its first"

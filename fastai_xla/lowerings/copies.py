@@ -14,7 +14,8 @@ from ..runtime import *
 from .core import *
 
 # %% ../../nbs/api/01l_lowerings.copies.ipynb #04577549
-copies = Lowering('copies', lambda: True, 'a copy shares the memory of what is copied once it has been read, and that is gone after the next update in place')
+copies = Lowering('copies', lambda: True,
+                  'a copy shares the memory of what is copied once it has been read, and that is gone after the next update in place')
 
 @copies.kernel('clone')
 def _clone(self, memory_format=None): return torch.ops.aten.view_copy(self, self.shape)

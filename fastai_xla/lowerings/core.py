@@ -102,6 +102,8 @@ def without_lowerings(
 
 def lowerings_table() -> pd.DataFrame: # One row per lowering
     "What is registered, for which operators, and why"
-    rows = [dict(lowering=l.name, operators=', '.join(uniqueify(o for o,*_ in l.kernels)), key=', '.join(uniqueify(k for _,k,_ in l.kernels)), needed={None: 'not probed'}.get(l.found, l.found), active=l.active, why=l.why)
+    rows = [dict(lowering=l.name, operators=', '.join(uniqueify(o for o,*_ in l.kernels)),
+                 key=', '.join(uniqueify(k for _,k,_ in l.kernels)),
+                 needed={None: 'not probed'}.get(l.found, l.found), active=l.active, why=l.why)
         for l in lowerings.values()]
     return pd.DataFrame(rows, columns='lowering why needed active key operators'.split()).set_index('lowering')

@@ -53,7 +53,8 @@ def _taps(p, size, mode, padding, align):
 
 # %% ../../nbs/api/01b_lowerings.grid.ipynb #db7c18d2
 def _grid_sample(x, grid, mode, padding, align):
-    if len(x) != len(grid): raise RuntimeError(f"grid_sampler(): expected grid and input to have same batch size, but got {len(grid)} and {len(x)}")
+    if len(x) != len(grid):
+        raise RuntimeError(f"grid_sampler(): expected grid and input to have same batch size, but got {len(grid)} and {len(x)}")
     n,c,*size = x.shape
     out,k = grid.shape[1:-1],len(size)
     rows = torch.arange(n, dtype=torch.int32, device=x.device).view(n, *[1]*k)

@@ -17,7 +17,8 @@ from ..runtime import *
 from .core import *
 
 # %% ../../nbs/api/01h_lowerings.pool.ipynb #594e3114
-_ops = {2: (torch.ops.aten.avg_pool2d, torch.ops.aten.avg_pool2d_backward), 3: (torch.ops.aten.avg_pool3d, torch.ops.aten.avg_pool3d_backward)}
+_ops = {2: (torch.ops.aten.avg_pool2d, torch.ops.aten.avg_pool2d_backward),
+        3: (torch.ops.aten.avg_pool3d, torch.ops.aten.avg_pool3d_backward)}
 
 class _Pool(torch.autograd.Function):
     @staticmethod
@@ -40,14 +41,16 @@ def _counts(out, size, k, stride, pad):
     start = np.arange(out)*stride - pad
     return np.minimum(start+k, size)-np.maximum(start, 0),np.minimum(start+k, size+pad)-start
 
-def _within(sizes, k, stride, pad): return [i+2*p if -t < i+2*p-w < 0 else w for i,w,t,p in zip(sizes, k, stride, pad)]   # of a window larger than the image torch_xla makes nothing
+# of a window larger than the image torch_xla makes nothing
+def _within(sizes, k, stride, pad): return [i+2*p if -t < i+2*p-w < 0 else w for i,w,t,p in zip(sizes, k, stride, pad)]
 
 def _outer(vs): return functools.reduce(np.multiply.outer, vs)
 
 def _pool(n):
     def _inner(x, kernel_size, stride=(), padding=0, ceil_mode=False, count_include_pad=True, divisor_override=None):
         k,p = (list(o)*(n//len(o)) if not isinstance(o, int) else [o]*n for o in (kernel_size, padding))
-        s = k if not isinstance(stride, int) and not len(stride) else [stride]*n if isinstance(stride, int) else list(stride)*(n//len(stride))
+        s = (k if not isinstance(stride, int) and not len(stride)
+             else [stride]*n if isinstance(stride, int) else list(stride)*(n//len(stride)))
         y = _Pool.apply(x, n, (_within(x.shape[-n:], k, s, p) if ceil_mode else k, s, p, ceil_mode, False, None))
         if not count_include_pad and not divisor_override: return y
         within,counted = zip(*(_counts(*o) for o in zip(y.shape[-n:], x.shape[-n:], k, s, p)))
@@ -63,7 +66,8 @@ for _n in _ops: avg_pool.kernel(f'avg_pool{_n}d', key='AutogradXLA')(_pool(_n))
 def _bins(x, dim, out):
     "The means of `out` bins along `dim`, as PyTorch divides it"
     size = x.shape[dim]
-    if size % out == 0: return x.unflatten(dim, (out, size//out)).mean(dim)   # the bins are now one axis further, and `dim` counts from the end
+    # the bins are now one axis further, and `dim` counts from the end
+    if size % out == 0: return x.unflatten(dim, (out, size//out)).mean(dim)
     return torch.stack([x.narrow(dim, j*size//out, -(-(j+1)*size//out) - j*size//out).mean(dim) for j in range(out)], dim)
 
 def _adaptive(n):

@@ -40,8 +40,10 @@ def _mix(x, d, idx, w):
     return (y*w.view(t, n, *[1]*(x.dim()-1-d))).sum(d) if t > 1 else (y.squeeze(d)*w.view(n, *[1]*(x.dim()-1-d)))
 
 # %% ../../nbs/api/01e_lowerings.resize.ipynb #00a89684
-_ops = dict(upsample_nearest='upsample_nearest1d', _upsample_nearest_exact='_upsample_nearest_exact1d', upsample_linear='upsample_linear1d', upsample_bilinear='upsample_linear1d', upsample_trilinear='upsample_linear1d',
-    upsample_bicubic='upsample_bicubic2d', _upsample_bilinear2d_aa='_upsample_bilinear2d_aa', _upsample_bicubic2d_aa='_upsample_bicubic2d_aa')
+_ops = dict(upsample_nearest='upsample_nearest1d', _upsample_nearest_exact='_upsample_nearest_exact1d',
+    upsample_linear='upsample_linear1d', upsample_bilinear='upsample_linear1d', upsample_trilinear='upsample_linear1d',
+    upsample_bicubic='upsample_bicubic2d', _upsample_bilinear2d_aa='_upsample_bilinear2d_aa',
+    _upsample_bicubic2d_aa='_upsample_bicubic2d_aa')
 
 def _resize(op, x, sizes_in, sizes_out, args, scales, transposed):
     y = x if x.dtype == torch.float64 else x.float()

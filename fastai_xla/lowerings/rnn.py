@@ -81,7 +81,8 @@ def _shapes(ts): return tuple(tuple(t.shape) for t in ts)
 def _run(step, consts, carry, xs, widths, mask, reverse=False, keep=False):
     "The last carry and all outputs of `step` over the first axis of `xs`, with `widths` the sizes of the outputs' last axes"
     if mask is not None: xs = [mask,*xs]
-    loop = _Loop(step, _shapes(consts), _shapes(carry), _shapes(xs), tuple(widths), keep, reverse, mask is not None, _xb.Op.from_torch_type(carry[0].dtype), _XLAC._xla_get_mat_mul_precision())
+    loop = _Loop(step, _shapes(consts), _shapes(carry), _shapes(xs), tuple(widths), keep, reverse,
+                 mask is not None, _xb.Op.from_torch_type(carry[0].dtype), _XLAC._xla_get_mat_mul_precision())
     return _XLAC._xla_user_computation(f'xla::{step.__name__}', [*consts,*carry,*xs], _computation(loop))
 
 # %% ../../nbs/api/01g_lowerings.rnn.ipynb #02287128
@@ -246,7 +247,8 @@ def _autocast(f):
     def _f(x, *args):
         if not torch.is_autocast_enabled('xla'): return f(x, *args)
         dtype = torch.get_autocast_dtype('xla')
-        with torch.autocast('xla', enabled=False): return f(_cast(x, dtype), *(_cast(a, dtype) if isinstance(a, (torch.Tensor, list, tuple)) else a for a in args))
+        with torch.autocast('xla', enabled=False):
+            return f(_cast(x, dtype), *(_cast(a, dtype) if isinstance(a, (torch.Tensor, list, tuple)) else a for a in args))
     return _f
 
 def _states(hx): return [hx] if isinstance(hx, torch.Tensor) else list(hx)
@@ -306,7 +308,8 @@ def _pad(data, batch_sizes, batch_first, padding_value, total_length):
 # %% ../../nbs/api/01g_lowerings.rnn.ipynb #0dd1b970
 _layers = dict(lstm=_lstm_layer, gru=_gru_layer, rnn_tanh=_rnn_layer, rnn_relu=partial(_rnn_layer, relu=True))
 
-rnn = Lowering('rnn', lacks(*(f'{o}.{kind}' for o in _layers for kind in ('input', 'data'))), "unrolled over time: minutes of compiling, again for each length; packed sequences have no backward pass")
+rnn = Lowering('rnn', lacks(*(f'{o}.{kind}' for o in _layers for kind in ('input', 'data'))),
+               "unrolled over time: minutes of compiling, again for each length; packed sequences have no backward pass")
 
 for o,layer in _layers.items():
     rnn.kernel(f'{o}.input', key='AutogradXLA')(_padded(layer))

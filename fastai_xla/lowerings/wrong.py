@@ -45,9 +45,11 @@ for _n in ('and', 'or', 'xor'): bitwise.kernel(f'bitwise_{_n}.Tensor')(_bitwise(
 # %% ../../nbs/api/01j_lowerings.wrong.ipynb #b2c1ab02
 norm = Lowering('norm', lambda: True, '`norm(p=inf)` is 1')
 
-def _norm(x, p=None, dim=None, keepdim=False, *, dtype=None): return torch.linalg.vector_norm(x, 2 if p is None else p, dim or None, keepdim, dtype=dtype)
+def _norm(x, p=None, dim=None, keepdim=False, *, dtype=None):
+    return torch.linalg.vector_norm(x, 2 if p is None else p, dim or None, keepdim, dtype=dtype)
 
-for _key in ('XLA', 'AutogradXLA'): norm.kernel('norm.Scalar', 'norm.ScalarOpt_dtype', 'norm.ScalarOpt_dim', 'norm.ScalarOpt_dim_dtype', key=_key)(_norm)
+for _key in ('XLA', 'AutogradXLA'):
+    norm.kernel('norm.Scalar', 'norm.ScalarOpt_dtype', 'norm.ScalarOpt_dim', 'norm.ScalarOpt_dim_dtype', key=_key)(_norm)
 
 # %% ../../nbs/api/01j_lowerings.wrong.ipynb #b2c1ab12
 slices = Lowering('slice', lambda: True, 'a slice that begins before the first element is an error')
@@ -67,7 +69,8 @@ def _slice(x, dim=0, start=None, end=None, step=1):
 nll_loss = Lowering('nll_loss', lambda: True, 'a sample without a batch ends the process')
 
 def _nll_loss(x, y, weight=None, reduction=1, ignore_index=-100):
-    loss = torch.ops.aten.nll_loss_forward(x if x.dim() > 1 else x[None], y.reshape(1) if x.dim() == 1 else y, weight, reduction, ignore_index)[0]
+    loss = torch.ops.aten.nll_loss_forward(x if x.dim() > 1 else x[None], y.reshape(1) if x.dim() == 1 else y,
+                                           weight, reduction, ignore_index)[0]
     return loss.squeeze(0) if x.dim() == 1 and reduction == 0 else loss
 
 for _key in ('XLA', 'AutogradXLA'): nll_loss.kernel('nll_loss', key=_key)(_nll_loss)

@@ -28,13 +28,15 @@ from .truth import *
 from .calls import default_dtype
 
 # %% ../../nbs/api/12e_parity.backends.ipynb #6e75c304
-_drop_attrs = dict(embed_p='EmbeddingDropout', weight_p='WeightDropout', dropout='', p='Dropout')   # attribute -> what the name of its class contains
+# attribute -> what the name of its class contains
+_drop_attrs = dict(embed_p='EmbeddingDropout', weight_p='WeightDropout', dropout='', p='Dropout')
 
 def _no_dropout(model):
     "For fastai's `WeightDropout` next to none: of none `F.dropout` returns the parameter itself, and the next `reset` fails"
     for m in model.modules():
         for a,cls in _drop_attrs.items():
-            if isinstance(getattr(m, a, None), float) and cls.lower() in type(m).__name__.lower(): setattr(m, a, 1e-30 if a == 'weight_p' else 0.)
+            if isinstance(getattr(m, a, None), float) and cls.lower() in type(m).__name__.lower():
+                setattr(m, a, 1e-30 if a == 'weight_p' else 0.)
 
 class _Curve(Callback):
     "Losses of all steps; of some steps a sample of the weights, and a sum over the first batches"
@@ -47,11 +49,13 @@ class _Curve(Callback):
             else torch.arange(p.numel()) for p in ps]
         if not self.weights: self.weights[0] = self._take()
     def _take(self):
-        return torch.cat([p.reshape(-1)[i].double() for p,i in zip(fetch([p.detach() for p in self.model.parameters()]), self.idxs)]).numpy()
+        return torch.cat([p.reshape(-1)[i].double()
+                          for p,i in zip(fetch([p.detach() for p in self.model.parameters()]), self.idxs)]).numpy()
     def before_validate(self): raise CancelValidException
     def before_batch(self):
         if self.step < 3:
-            self.batches.append([t.detach().double().abs().mean() for t in self.xb+self.yb if isinstance(t, torch.Tensor) and t.dtype != torch.bool])
+            self.batches.append([t.detach().double().abs().mean()
+                                 for t in self.xb+self.yb if isinstance(t, torch.Tensor) and t.dtype != torch.bool])
     def after_batch(self): self._new.append(self.learn.loss.detach())
     def taken(self):
         "Once the step has run"
@@ -83,7 +87,8 @@ def _prepare(learn, backend):
         learn.dls.to(torch.device(backend))
         return learn.model.to(backend)
     _on_cpu(learn)
-    if backend == 'inductor': learn.model.forward = torch.compile(learn.model.forward)   # `model.compile()` passes over PyTorch's own modules
+    # `model.compile()` passes over PyTorch's own modules
+    if backend == 'inductor': learn.model.forward = torch.compile(learn.model.forward)
     if backend == 'float64':
         learn.model.double()
         learn.remove_cbs([cb for cb in learn.cbs if isinstance(cb, Recorder)])   # its averages are float32
@@ -100,7 +105,8 @@ def _run(make_learner, backend, fit, seed, modes=()):
     learn.add_cbs([_Curve(), _Taken()])
     _prepare(learn, backend)
     with ExitStack() as stack:
-        for c in (learn.no_logging(), default_dtype(torch.float64 if backend == 'float64' else torch.float32), *modes): stack.enter_context(c)
+        for c in (learn.no_logging(), default_dtype(torch.float64 if backend == 'float64' else torch.float32), *modes):
+            stack.enter_context(c)
         fit(learn)
     curve = learn._curve
     learn.remove_cb(curve)
@@ -128,7 +134,8 @@ class BackendRuns(Finding):
         last_bit = dict(loss=2**-23*np.abs(self.losses['float64']), weights=2**-25)
         far = dict(loss=self._loss, weights=self._weights)
         self.floor = {k: self._highest([f(c) for c in floors] + [f(c)/self.rougher for c in rough], last_bit[k]) for k,f in far.items()}
-        self.ratios = {k: dict(loss=self._loss(c)/self.floor['loss'], weights=self.distances[k]/self.floor['weights']) for k,c in curves.items()}
+        self.ratios = {k: dict(loss=self._loss(c)/self.floor['loss'], weights=self.distances[k]/self.floor['weights'])
+                       for k,c in curves.items()}
         self.parted = {k: s for k,r in self.ratios.items() if (s := self._parts(r)) is not None}
         self.verdicts = {k: 'fault' if k in self.parted else 'rounding' for k in curves}
         super().__init__(self._told(), self._table())
@@ -174,7 +181,8 @@ class BackendRuns(Finding):
         fig,axs = plt.subplots(1, 3, figsize=figsize)
         colors = {k: f'C{i}' for i,k in enumerate(self.curves)}
         for k,l in self.losses.items():
-            axs[0].plot(range(1, len(l)+1), l, label=k, **(dict(lw=4, color='lightgrey') if k == 'float64' else dict(lw=1, color=colors[k])))
+            axs[0].plot(range(1, len(l)+1), l, label=k,
+                        **(dict(lw=4, color='lightgrey') if k == 'float64' else dict(lw=1, color=colors[k])))
         axs[1].fill_between(range(1, len(self.floor['loss'])+1), 1e-12, self.floor['loss'], color='lightgrey', label='rounding')
         axs[2].fill_between(self.steps, 1e-12, self.floor['weights'], color='lightgrey', label='rounding')
         for k in self.curves:
@@ -202,7 +210,8 @@ def _check_same(truth, curve, name):
                          "`make_learner` has to make a new model at each call, with weights that depend on the seed alone.")
     for x,y in zip(truth.batches, curve.batches):
         if not np.allclose([float(t) for t in x], [float(t) for t in y], rtol=1e-4, atol=1e-6):
-            raise ValueError(f"The run on {name} had other batches than the first run. Make the dataloaders in `make_learner`, and leave random "
+            raise ValueError(f"The run on {name} had other batches than the first run. "
+                             f"Make the dataloaders in `make_learner`, and leave random "
                 "augmentation away.")
 
 def compare_backends(

@@ -46,7 +46,8 @@ def _has_tensors(o): return isinstance(o, (torch.Tensor, list, tuple)) and bool(
 def _state(m):
     "Parameters, buffers and the attributes that hold tensors"
     attrs = {k: v for k,v in vars(m).items() if k not in ('_parameters', '_buffers', '_modules') and _has_tensors(v)}
-    return dict(params={k: v for k,v in m._parameters.items() if v is not None}, buffers={k: v for k,v in m._buffers.items() if v is not None},
+    return dict(params={k: v for k,v in m._parameters.items() if v is not None},
+        buffers={k: v for k,v in m._buffers.items() if v is not None},
         attrs=attrs)
 
 @contextmanager
@@ -181,7 +182,8 @@ class Recorder(TorchFunctionMode):
     def recording(self):
         "Note what the block does"
         apply = torch.autograd.Function.__dict__['apply']
-        torch.autograd.Function.apply = classmethod(lambda cls, *args, **kwargs: self._function(partial(apply.__func__, cls), cls.__name__, *args,
+        torch.autograd.Function.apply = classmethod(lambda cls, *args, **kwargs: self._function(partial(apply.__func__, cls),
+            cls.__name__, *args,
             **kwargs))
         try:
             with _calling(self._module), self: yield
@@ -274,7 +276,8 @@ def default_dtype(
     finally: torch.set_default_dtype(old)
 
 def _short(n):
-    for a,b in (('state.params.', ''), ('state.buffers.', ''), ('state.attrs.', ''), ('args', 'input'), ('kwargs.', '')): n = n.replace(a, b)
+    for a,b in (('state.params.', ''), ('state.buffers.', ''), ('state.attrs.', ''), ('args', 'input'), ('kwargs.', '')):
+        n = n.replace(a, b)
     return n
 
 def repeat(
@@ -297,7 +300,8 @@ def repeat(
         out = call.fn(*inp['args'], **inp['kwargs'])
         outs = floats(inp['args'][0] if call.name == '__setitem__' else out)
         fwd = stubs.forward | {f'output{n}': t.detach().clone() for n,t in outs.items()}
-        if call.module is not None: fwd |= {n: b.detach().clone() for n,b in call.module._buffers.items() if b is not None and b.is_floating_point()}
+        if call.module is not None:
+            fwd |= {n: b.detach().clone() for n,b in call.module._buffers.items() if b is not None and b.is_floating_point()}
         if between: between()
         gs,wanted = conv(call.grads)[0],{n: t for n,t in leaves.items() if t.requires_grad}
         ys = [n for n in gs if n in outs and outs[n].requires_grad]
@@ -317,7 +321,8 @@ def _gives_the_same(call):
     try: res = repeat(call, torch.device('cpu'), torch.float64, torch.float64)['forward']
     except Exception: return False
     outs = {f'output{n}': t for n,t in floats(call.outputs).items()}
-    same = lambda a, t: a is not None and a.shape == t.shape and largest_difference(a, t) <= 1e-9*max(t.abs().max().item() if t.numel() else 0, 1e-30)
+    same = (lambda a, t: a is not None and a.shape == t.shape
+            and largest_difference(a, t) <= 1e-9*max(t.abs().max().item() if t.numel() else 0, 1e-30))
     return bool(outs) and all(same(res.get(n), t) for n,t in outs.items())
 
 # %% ../../nbs/api/12c_parity.calls.ipynb #535a9283

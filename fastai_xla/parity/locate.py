@@ -75,7 +75,8 @@ def _suspects(call, truth, errs, backends, rounded):
     for b,e in zip(backends, errs):
         for (phase,n),err in e.items():
             others = [o[phase,n]/c.eps for c,o in zip(backends, errs) if c is not b and o]
-            if err <= b.tol*max(1, (call.largest/max(truth[phase][n].numel(), 1))**.5/16) or any(err/b.eps <= 10*max(o, 1) for o in others): continue
+            if err <= b.tol*max(1, (call.largest/max(truth[phase][n].numel(), 1))**.5/16) or any(err/b.eps <= 10*max(o, 1) for o in others):
+                continue
             if moved is None: moved = [_errors(_truth(call, rounded, noise=s), truth) for s in range(2)]
             scale = b.eps/torch.finfo(rounded).eps
             if err > 10*scale*max(m[phase,n] for m in moved): rows.append(dict(phase=phase, tensor=n, backend=b, error=err, crash=None))
@@ -87,12 +88,14 @@ def _again(call, rows, backends, rounded):
     other.grads = {n: torch.randn(g.shape, generator=gen, dtype=g.dtype)*g.square().mean().sqrt() for n,g in call.grads.items()}
     truth,results = _truth(other, rounded),[_ran(other, b, rounded) for b in backends]
     still = _suspects(other, truth, [{} if isinstance(r, Exception) else _errors(r, truth) for r in results], backends, rounded)
-    return [r for r in rows if r['phase'] == 'forward' or r['crash'] or any(o['phase'] == 'backward' and o['backend'] is r['backend'] for o in still)]
+    return [r for r in rows if r['phase'] == 'forward' or r['crash']
+            or any(o['phase'] == 'backward' and o['backend'] is r['backend'] for o in still)]
 
 def _blamed(call, truth, results, backends, rounded):
     "Rows of what is wrong with one call: phase, tensor, backend, error, the others' errors"
     errs = [{} if isinstance(r, Exception) else _errors(r, truth) for r in results]
-    rows = [dict(phase=r.phase, tensor='', backend=b, error=float('inf'), crash=r) for b,r in zip(backends, results) if isinstance(r, Exception)]
+    rows = [dict(phase=r.phase, tensor='', backend=b, error=float('inf'), crash=r)
+            for b,r in zip(backends, results) if isinstance(r, Exception)]
     if len(rows) == len(backends) > 1: return []   # it cannot be run alone anywhere
     rows += _suspects(call, truth, errs, backends, rounded)
     if any(r['phase'] == 'backward' and not r['crash'] for r in rows): rows = _again(call, rows, backends, rounded)
@@ -233,7 +236,8 @@ class Fault(Finding):
         "Repeat the call with the operator replaced by a plain formula: where it was the cause, the error is gone"
         b = next(b for b in self.backends if b.name == self.backend)
         def error():
-            return max(v for (p,_),v in _errors(_ran(self.call, b, self.rounded), _truth(self.call, self.rounded)).items() if p == self.phase)
+            return max(v
+                       for (p,_),v in _errors(_ran(self.call, b, self.rounded), _truth(self.call, self.rounded)).items() if p == self.phase)
         before = error()
         with self.swap_op(fn): return before,error()
 

@@ -56,7 +56,8 @@ def _same_names(a, b):
     if not any(only): return
     told = [f"only in the {which}: {', '.join(o[:5])}{f' and {len(o)-5} more' if len(o) > 5 else ''}"
         for which,o in zip(('first','second'), only) if o]
-    raise ValueError(f"The models have different parameters or buffers, so they cannot be compared one by one ({'; '.join(told)}). Build both "
+    raise ValueError(f"The models have different parameters or buffers, so they "
+                     f"cannot be compared one by one ({'; '.join(told)}). Build both "
         "with the same code.")
 
 def _largest(a, b):
@@ -84,7 +85,8 @@ def compare_models(
     _same_names(ta, tb)
     ha,hb = fetch([ta, tb])
     sa,sb = _settings(_model(a)),_settings(_model(b))
-    rows = [dict(name=n, device='', dtype='float', shape='', difference=abs(x-sb[n]), at=_both(x, sb[n])) for n,x in sa.items() if x != sb.get(n, x)]
+    rows = [dict(name=n, device='', dtype='float', shape='', difference=abs(x-sb[n]), at=_both(x, sb[n]))
+            for n,x in sa.items() if x != sb.get(n, x)]
     n_set = len(rows)
     for n in ta:
         x,y = ta[n],tb[n]
@@ -93,7 +95,8 @@ def compare_models(
         dtypes = [str(t.dtype).removeprefix('torch.') for t in (x, y)]
         rows.append(dict(name=n, device=_both(x.device, y.device), dtype=_both(*dtypes), shape=_both(tuple(x.shape), tuple(y.shape)),
             difference=diff, at=at))
-    table = pd.DataFrame(rows, columns='name device dtype shape difference at'.split()).set_index('name').sort_values('difference', ascending=False,
+    table = pd.DataFrame(rows, columns='name device dtype shape difference at'.split()).set_index('name').sort_values('difference',
+        ascending=False,
         na_position='first')
     if not rows: return Finding(f"The models match: {len(ta)} parameters and buffers, {f'to {tol}' if tol else 'bit by bit'}", table)
     ts = table[table.dtype != 'float']
@@ -123,7 +126,8 @@ def trainable_params(
     if not isinstance(learn, Learner): return _trainable(learn)
     ps = list(learn.model.parameters())
     own,new = {id(p) for p in ps+_loss_params(learn)},L(learn.splitter(learn.model))
-    rows = {'the model': _param_row(ps, own), 'a new optimizer (create_opt)': _param_row(new.concat() if isinstance(new[0], (list, L)) else new, own)}
+    rows = {'the model': _param_row(ps, own),
+            'a new optimizer (create_opt)': _param_row(new.concat() if isinstance(new[0], (list, L)) else new, own)}
     if learn.opt is None: return Finding('No optimizer yet: `fit` or `create_opt` makes one.', pd.DataFrame(rows).T)
     held = _held(learn.opt)
     rows['the optimizer'] = _param_row(held, own)
@@ -226,7 +230,8 @@ def _reason(n, p, learn, device, home, grads, moved):
     if device != home:
         return (f'on {device}, and the model on {home}: move the model as a whole, with `learn.to_xla()` or `learn.model.to(...)`, '
                 'before the optimizer is made')
-    if not p.requires_grad: return None if id(p) in _frozen_by_fastai(learn) else 'frozen: `requires_grad` is False, and not through `learn.freeze()`'
+    if not p.requires_grad:
+        return None if id(p) in _frozen_by_fastai(learn) else 'frozen: `requires_grad` is False, and not through `learn.freeze()`'
     if id(p) not in held:
         strange = any(id(q) not in {id(o) for o in learn.model.parameters()} and q.shape == p.shape for q in _held(learn.opt))
         return ("not held by the optimizer, which was made before the model moved or changed: " if strange
@@ -260,7 +265,8 @@ def check_training(
         if hasattr(learn, 'xla_opt'): devices,home = _devices(learn.model)   # where moving is safe
         moved = {n: not torch.equal(start[n], end[n]) for n in end}
         whys = {n: _reason(n, p, learn, devices[n], home, grads, moved) for n,p in learn.model.named_parameters()}
-        still = sum(not moved.get(n, True) and w is None and p.requires_grad for (n,p),w in zip(learn.model.named_parameters(), whys.values()))
+        still = sum(not moved.get(n, True) and w is None and p.requires_grad
+                    for (n,p),w in zip(learn.model.named_parameters(), whys.values()))
         resting = sum(not p.requires_grad and w is None for p,w in zip(learn.model.parameters(), whys.values()))
     rows = [dict(parameter=n, reason=w) for n,w in whys.items() if w and not (w.startswith('frozen') and n.startswith(tuple(frozen)))]
     if error: rows.insert(0, dict(parameter='(the step itself)', reason=error))

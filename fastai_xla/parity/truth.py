@@ -66,7 +66,8 @@ def swap_op(
     "Within the block, compute `op` on `backend` by a formula in place of its kernel"
     op = as_op(op)
     fn = fn or plain(op)
-    if fn is None: raise ValueError(f"PyTorch has no decomposition of {op}. Give a function to compute instead: `swap_op('{op}', '{backend}', fn)`.")
+    if fn is None:
+        raise ValueError(f"PyTorch has no decomposition of {op}. Give a function to compute instead: `swap_op('{op}', '{backend}', fn)`.")
     lib = torch.library.Library('aten', 'IMPL')
     with warnings.catch_warnings():
         warnings.simplefilter('ignore')   # about overriding a kernel, which is what this is for
@@ -77,7 +78,8 @@ def swap_op(
 
 # %% ../../nbs/api/12b_parity.truth.ipynb #3a16385f
 _aten = torch.ops.aten
-_reads = {_aten.bernoulli.default, _aten.native_dropout.default, _aten.multinomial.default, _aten.poisson.default}   # the others need but a shape
+# the others need but a shape
+_reads = {_aten.bernoulli.default, _aten.native_dropout.default, _aten.multinomial.default, _aten.poisson.default}
 
 def _on_host(o, read):
     if isinstance(o, torch.Tensor):
@@ -130,6 +132,8 @@ class RandomRounding(TorchDispatchMode):
 
 def _is_wide(t): return isinstance(t, torch.Tensor) and t.dtype == torch.float64 and t.numel() > 0
 
-_exact = {_aten.detach.default, _aten.clone.default, _aten.copy_.default, _aten.zeros_like.default, _aten.ones_like.default, _aten.zero_.default,
+_exact = {_aten.detach.default, _aten.clone.default, _aten.copy_.default,
+          _aten.zeros_like.default, _aten.ones_like.default, _aten.zero_.default,
           _aten._to_copy.default, _aten.fill_.Scalar, _aten.empty_like.default, _aten.lift_fresh.default}
-_changes = {_aten.native_batch_norm.default, _aten._native_batch_norm_legit.default}   # the running statistics, though their schema does not say so
+# the running statistics, though their schema does not say so
+_changes = {_aten.native_batch_norm.default, _aten._native_batch_norm_legit.default}
