@@ -18,7 +18,8 @@ def main(
     register_lowerings()
     img = torch.rand(bs, 3, size, size)
     batches = {'cpu': TensorImage(img), 'xla': TensorImage(img.to(dev))}
-    pipes = {k: Pipeline(aug_transforms(max_warp=.2, max_lighting=.2) + [Normalize.from_stats(*imagenet_stats, cuda=False)], split_idx=0) for k in batches}
+    pipes = {k: Pipeline(aug_transforms(max_warp=.2, max_lighting=.2) + [Normalize.from_stats(*imagenet_stats, cuda=False)], split_idx=0)
+             for k in batches}
     for a in pipes['xla'].fs[-1].parameters: setattr(pipes['xla'].fs[-1], a, getattr(pipes['xla'].fs[-1], a).to(dev))
     times = {k: [] for k in batches}
     for i in range(rounds+2):

@@ -41,16 +41,20 @@ def main(
     nf:int=16, # Filters, for a step of about as long
 ):
     n = batches*bs
-    def dl(wait=0., work=0, n=n): return TfmdDL(Images(n, bs, size, wait, work), bs=bs, num_workers=0, after_batch=[IntToFloatTensor, Normalize.from_stats(*imagenet_stats, cuda=False)])
+    def dl(wait=0., work=0, n=n):
+        return TfmdDL(Images(n, bs, size, wait, work), bs=bs, num_workers=0,
+                      after_batch=[IntToFloatTensor, Normalize.from_stats(*imagenet_stats, cuda=False)])
     slow,quick,python = dl(wait=load/1e3),dl(),dl(work=30000)
-    model = nn.Sequential(ConvLayer(3, nf, stride=2), ConvLayer(nf, nf), ConvLayer(nf, nf), nn.AdaptiveAvgPool2d(1), Flatten(), nn.Linear(nf, 10))
+    model = nn.Sequential(ConvLayer(3, nf, stride=2), ConvLayer(nf, nf), ConvLayer(nf, nf),
+                          nn.AdaptiveAvgPool2d(1), Flatten(), nn.Linear(nf, 10))
     learn = Learner(DataLoaders(quick, dl(n=bs)), model, loss_func=CrossEntropyLossFlat(), opt_func=SGD, lr=1e-3).to_xla()
     learn.remove_cb(ProgressCallback)
     def fit(d):
         d.to(learn.dls.device)
         learn.dls.loaders[0] = d
         with learn.no_logging(): learn.fit(1)
-    runs = {'loader': lambda: [None for _ in feed(slow)], 'step': lambda: fit(quick), 'both': lambda: fit(slow), 'both, stock': lambda: fit(stock(slow)), 'python': lambda: fit(python), 'python, stock': lambda: fit(stock(python))}
+    runs = {'loader': lambda: [None for _ in feed(slow)], 'step': lambda: fit(quick), 'both': lambda: fit(slow),
+            'both, stock': lambda: fit(stock(slow)), 'python': lambda: fit(python), 'python, stock': lambda: fit(stock(python))}
     slow.to(device())
     times = {k: [] for k in runs}
     for i in range(rounds+1):
@@ -59,5 +63,6 @@ def main(
             if i: times[k].append(t)
     med = {k: sorted(v)[len(v)//2] for k,v in times.items()}
     print(', '.join(f'{k} {v:.1f} ms' for k,v in med.items()))
-    print(f"a slow loader beside a slow step takes {med['both']/max(med['loader'], med['step']):.2f} of the larger of the two ({med['both, stock']/max(med['loader'], med['step']):.2f} as stock fastai reads it)")
+    print(f"a slow loader beside a slow step takes {med['both']/max(med['loader'], med['step']):.2f} of the "
+          f"larger of the two ({med['both, stock']/max(med['loader'], med['step']):.2f} as stock fastai reads it)")
     print(f"a loader that is all Python: {med['python']/med['python, stock']:.2f} of stock fastai's time")

@@ -42,9 +42,11 @@ class Lesson10(nn.Module):
 
 def network(kind):
     torch.manual_seed(0)
-    m = nn.Sequential(ConvLayer(3, 16), ConvLayer(16, 32, stride=2), ConvLayer(32, 64, stride=2), ConvLayer(64, 64), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10))
+    m = nn.Sequential(ConvLayer(3, 16), ConvLayer(16, 32, stride=2), ConvLayer(32, 64, stride=2),
+                      ConvLayer(64, 64), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10))
     if kind == 'group': convert_norm(m, 'group', verbose=False)
-    if kind.startswith('running'): convert_norm(m, 'running', verbose=False, update_every=int(kind.split()[-1]) if ' ' in kind else 1, warmup=0)
+    if kind.startswith('running'):
+        convert_norm(m, 'running', verbose=False, update_every=int(kind.split()[-1]) if ' ' in kind else 1, warmup=0)
     if kind == 'lesson 10':
         for l in m[:4]: l[1] = Lesson10(l[1].num_features)
     return m
@@ -83,8 +85,10 @@ def main(
     for _ in range(rounds):
         for r in racers: r.run()
     base = racers[0]
-    ratios = lambda a,b: (median(x/y for x,y in zip(a, b)),sum(a)/sum(b))   # where steps are skipped the median alone would see only the cheap ones
+    # where steps are skipped the median alone would see only the cheap ones
+    ratios = lambda a,b: (median(x/y for x,y in zip(a, b)),sum(a)/sum(b))
     for r in racers:
         (w,wm),(c,cm) = ratios(r.times, base.times),ratios(r.cpu, base.cpu)
-        print(f'{r.kind:20} median {median(r.times)*1e3:6.1f} ms, host {median(r.host)*1e3:5.1f} ms   against batch, wall: median {w:.2f}, mean {wm:.2f}; CPU time: median {c:.2f}, mean {cm:.2f}'
+        print(f'{r.kind:20} median {median(r.times)*1e3:6.1f} ms, host {median(r.host)*1e3:5.1f} ms   '
+              f'against batch, wall: median {w:.2f}, mean {wm:.2f}; CPU time: median {c:.2f}, mean {cm:.2f}'
               f'   executions/step {r.cost.executions/8:.0f}, compiles in steps 9-16: {r.cost.compiles}')

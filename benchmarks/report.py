@@ -24,7 +24,8 @@ class Clock(Callback):
 def learner(bs, size, n):
     x,y = TensorImage(torch.randn(n, 1, size, size)),TensorCategory(torch.randint(10, (n,)))
     dls = Datasets(L(range(n)), [[x.__getitem__], [y.__getitem__]], splits=[list(range(n)), []]).dataloaders(bs=bs, num_workers=0)
-    model = nn.Sequential(ConvLayer(1, 16, stride=2), ConvLayer(16, 32, stride=2), ConvLayer(32, 32, stride=2), nn.AdaptiveAvgPool2d(1), Flatten(), nn.Linear(32, 10))
+    model = nn.Sequential(ConvLayer(1, 16, stride=2), ConvLayer(16, 32, stride=2),
+                          ConvLayer(32, 32, stride=2), nn.AdaptiveAvgPool2d(1), Flatten(), nn.Linear(32, 10))
     learn = Learner(dls, model, loss_func=CrossEntropyLossFlat(), cbs=Clock())
     return learn.remove_cb(ProgressCallback)
 
@@ -47,7 +48,8 @@ def main(
         pairs = [(fit(learn, on), fit(learn, off)) if i%2 else (fit(learn, off), fit(learn, on))[::-1] for i in range(rounds)]
         ratios = sorted(a/b for a,b in pairs)
         ons,offs = (statistics.median(p[i] for p in pairs) for i in (0, 1))
-        print(f"replay={replay}: {ons:.3f} ms a step with the books, {offs:.3f} without; median ratio {statistics.median(ratios):.4f}, fastest against fastest {min(a for a,_ in pairs)/min(b for _,b in pairs):.4f}")
+        print(f"replay={replay}: {ons:.3f} ms a step with the books, {offs:.3f} without; median ratio "
+              f"{statistics.median(ratios):.4f}, fastest against fastest {min(a for a,_ in pairs)/min(b for _,b in pairs):.4f}")
     t = time.perf_counter()
     for _ in range(500): on.batch('training', 'epoch 0, batch 0')
     print(f"the books of one batch: {(time.perf_counter()-t)*2e3:.1f} us")

@@ -40,20 +40,23 @@ class Racer:
 def main():
     p = argparse.ArgumentParser()
     p.add_argument('--steps', type=int, nargs='+', default=[18,72])
-    p.add_argument('--unrolled', type=int, nargs='*', default=[], help='lengths at which to run the unrolled kernel too, which compiles for minutes')
+    p.add_argument('--unrolled', type=int, nargs='*', default=[],
+                   help='lengths at which to run the unrolled kernel too, which compiles for minutes')
     for k,v in dict(hidden=400, layers=3, batch=16, n=15).items(): p.add_argument(f'--{k}', type=int, default=v)
     args = p.parse_args()
     device()
     register_lowerings()
     compiled = {}
     for steps in args.steps:
-        racers = [Racer('loop', steps, args), Racer('cpu', steps, args)] + ([Racer('unrolled', steps, args, loop=False)] if steps in args.unrolled else [])
+        racers = ([Racer('loop', steps, args), Racer('cpu', steps, args)]
+                  + ([Racer('unrolled', steps, args, loop=False)] if steps in args.unrolled else []))
         for _ in range(args.n):
             for r in racers: r.run()
         compiled[steps],base = racers[0].compile_s,median(racers[0].times)
         for r in racers:
             t = median(r.times)
-            print(f'{steps:4} steps  {r.name:9} compile {r.compile_s:6.1f} s   step {t*1e3:7.1f} ms (best {min(r.times)*1e3:.1f})   host {median(r.host)*1e3:6.1f} ms   loop takes {base/t:.2f} of it', flush=True)
+            print(f'{steps:4} steps  {r.name:9} compile {r.compile_s:6.1f} s   step {t*1e3:7.1f} ms (best '
+                  f'{min(r.times)*1e3:.1f})   host {median(r.host)*1e3:6.1f} ms   loop takes {base/t:.2f} of it', flush=True)
     first,last = compiled[args.steps[0]],compiled[args.steps[-1]]
     print(f'compile at {args.steps[-1]} / at {args.steps[0]}: {last/first:.2f}')
 

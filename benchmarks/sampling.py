@@ -14,7 +14,8 @@ from fastai_xla.sampling import langevin_sample
 def make(nf):
     block = partial(ResBlock, 1, act_cls=nn.SiLU)
     torch.manual_seed(0)
-    return nn.Sequential(ConvLayer(1, nf, act_cls=nn.SiLU), block(nf, nf), block(nf, 2*nf, stride=2), block(2*nf, 2*nf, stride=2), nn.AdaptiveAvgPool2d(1), Flatten(), nn.Linear(2*nf, 1)).eval()
+    return nn.Sequential(ConvLayer(1, nf, act_cls=nn.SiLU), block(nf, nf), block(nf, 2*nf, stride=2),
+                         block(2*nf, 2*nf, stride=2), nn.AdaptiveAvgPool2d(1), Flatten(), nn.Linear(2*nf, 1)).eval()
 
 def naive(energy, x, step_sizes, when):
     for step in step_sizes:
@@ -49,16 +50,21 @@ def main():
     dev = device()
     register_lowerings()
     energy,x = make(args.width).to(dev),torch.randn(args.batch, 1, args.size, args.size).to(dev)
-    racers = [Racer('langevin_sample', ours, energy, x)] + [Racer(f'naive, sync {w} .item()', partial(naive, when=w), energy, x) for w in ('before', 'after')]
+    racers = [Racer('langevin_sample', ours, energy, x)] + [Racer(f'naive, sync {w} .item()', partial(naive, when=w), energy, x)
+                                                            for w in ('before', 'after')]
     for r in racers:
         first,second,third = r.run(args.steps, False),r.run(args.steps, False),r.run(args.steps, False)
-        print(f'{r.name:27} compiles {first.compiles}, {second.compiles}, {third.compiles}   executions a step {third.executions/args.steps:.2f}   to host {third.to_host/args.steps:.2f}', flush=True)
+        print(f'{r.name:27} compiles {first.compiles}, {second.compiles}, {third.compiles}   executions a '
+              f'step {third.executions/args.steps:.2f}   to host {third.to_host/args.steps:.2f}', flush=True)
     for _ in range(args.rounds):
         for r in racers: r.run(args.steps)
     base = median(racers[0].times)
-    for r in racers: print(f'{r.name:27} {median(r.times):8.2f} ms a step (best {min(r.times):.2f})   langevin_sample takes {base/median(r.times):.2f} of it', flush=True)
+    for r in racers:
+        print(f'{r.name:27} {median(r.times):8.2f} ms a step (best {min(r.times):.2f}) '
+              f'  langevin_sample takes {base/median(r.times):.2f} of it', flush=True)
     grows = Racer('naive', partial(naive, when=None), energy, x)
     c = grows.run(args.naive_steps)
-    print(f'{grows.name:27} {grows.times[0]:8.0f} ms a step over {args.naive_steps} steps   langevin_sample takes {base/grows.times[0]:.5f} of it   ({c.compiles} compiles, {c.compile_s:.0f} s; each step compiles a larger graph)', flush=True)
+    print(f'{grows.name:27} {grows.times[0]:8.0f} ms a step over {args.naive_steps} steps   langevin_sample takes '
+          f'{base/grows.times[0]:.5f} of it   ({c.compiles} compiles, {c.compile_s:.0f} s; each step compiles a larger graph)', flush=True)
 
 if __name__ == '__main__': main()

@@ -18,7 +18,8 @@ import pandas as pd
 from peers.data import sizes
 
 here = Path(__file__).resolve().parent
-peers = ['fastai_cpu', 'fastai_compile', 'xm_step', 'torch_xla', 'accelerate', 'jax', 'jax_nhwc', 'fastai_xla', 'fastai_xla_replay', 'fastai_xla_k8']
+peers = ['fastai_cpu', 'fastai_compile', 'xm_step', 'torch_xla', 'accelerate',
+         'jax', 'jax_nhwc', 'fastai_xla', 'fastai_xla_replay', 'fastai_xla_k8']
 ours = peers[-3:]
 key = ['model', 'bs', 'peer']
 ratios = ['jax', 'torch_xla', 'xm_step']
@@ -90,7 +91,8 @@ def save(rows, path):
 def summary(df):
     "Medians per peer, and medians of the wall time's ratios within each round"
     wall = df.pivot(index='round', columns='peer', values='wall_ms')
-    cols = ['wall_ms', 'host_ms', 'cpu_ms', 'first_s', 'compile_s', 'compiles', 'late_compiles', 'executions', 'to_host', 'sent_kb', 'peak_mb',
+    cols = ['wall_ms', 'host_ms', 'cpu_ms', 'first_s', 'compile_s', 'compiles',
+            'late_compiles', 'executions', 'to_host', 'sent_kb', 'peak_mb',
             'loss', 'accuracy']
     res = df.groupby('peer')[[c for c in cols if c in df]].median().reindex([p for p in peers if p in wall])
     for p in ratios:
@@ -99,7 +101,8 @@ def summary(df):
 
 def machine():
     "What the results depend on"
-    cpu = next((l.split(':')[1].strip() for l in Path('/proc/cpuinfo').read_text().splitlines() if l.startswith('model name')), platform.processor())
+    cpu = next((l.split(':')[1].strip() for l in Path('/proc/cpuinfo').read_text().splitlines() if l.startswith('model name')),
+               platform.processor())
     pkgs = ('torch', 'torch_xla', 'fastai', 'accelerate', 'jax')
     env = dict(device=('PJRT_DEVICE', 'default'), xla_flags=('XLA_FLAGS', ''), threads=('OMP_NUM_THREADS', 'all'))
     res = dict(date=time.strftime('%Y-%m-%d'), cpu=cpu, cores=os.cpu_count(), python=platform.python_version())
@@ -131,7 +134,8 @@ def growth(names, bs, steps, n, out):
 
 def main():
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument('--models', nargs='+', choices=list(sizes), help='default: all, with the convnet at three batch sizes, then the growth of memory')
+    p.add_argument('--models', nargs='+', choices=list(sizes),
+                   help='default: all, with the convnet at three batch sizes, then the growth of memory')
     p.add_argument('--peers', nargs='+', choices=peers, default=peers)
     p.add_argument('--bs', nargs='+', type=int, help="batch sizes; default: each model's own")
     p.add_argument('--rounds', type=int, default=5)

@@ -9,7 +9,8 @@ import csv, os, sys, warnings
 from pathlib import Path
 
 os.environ.setdefault('PJRT_DEVICE', 'CPU')
-os.environ.setdefault('XLA_FLAGS', '--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true')   # for the CPU: little runs there
+# for the CPU: little runs there
+os.environ.setdefault('XLA_FLAGS', '--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true')
 from fastcore.all import *
 from fastai.vision.all import ProgressCallback, set_seed
 from fastai_xla.all import *

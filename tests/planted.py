@@ -57,7 +57,9 @@ def on_the_cpu(learn):
     learn.model.to(device())
     learn.dls.to(device())
     learn.model[1][3].weight = nn.Parameter(learn.model[1][3].weight.detach().cpu())
-def nan_gradient(learn): learn.model[1][3].weight.register_hook(lambda g: torch.where(torch.arange(g.numel(), device=g.device).view(g.shape) == 5, float('nan'), g))
+def nan_gradient(learn):
+    learn.model[1][3].weight.register_hook(
+        lambda g: torch.where(torch.arange(g.numel(), device=g.device).view(g.shape) == 5, float('nan'), g))
 
 class WrongTanh(torch.autograd.Function):
     "tanh by hand, with a derivative that is wrong on XLA"
@@ -73,7 +75,9 @@ class Tanh(Module):
     def forward(self, x): return WrongTanh.apply(x)
 
 class OtherEps(nn.LayerNorm):
-    def forward(self, x): return F.layer_norm(x, self.normalized_shape, self.weight, self.bias, 1e-3 if x.device.type == 'xla' else self.eps)   # planted
+    def forward(self, x):
+        return F.layer_norm(x, self.normalized_shape, self.weight, self.bias, 1e-3 if x.device.type == 'xla' else self.eps) # planted
 
-def tanh_net(tanh=nn.Tanh, norm=nn.LayerNorm): return nn.Sequential(nn.Linear(6, 8), tanh(), nn.Linear(8, 8), nn.GELU(), norm(8), nn.Linear(8, 3))
+def tanh_net(tanh=nn.Tanh, norm=nn.LayerNorm):
+    return nn.Sequential(nn.Linear(6, 8), tanh(), nn.Linear(8, 8), nn.GELU(), norm(8), nn.Linear(8, 3))
 points = torch.randn(16, 6, generator=torch.Generator().manual_seed(0)),torch.arange(16) % 3

@@ -32,4 +32,5 @@ class Probe(Callback):
 
 def breaches(costs, executions=1):
     "What of `costs`, one of a `Probe` per batch, breaks the contract: `executions` is 1, or one more where a program of somebody else's runs beside the step"
-    return [f'{i}: {c}{", traced" if c.traced else ""}' for i,c in enumerate(costs) if c.executions != executions or c.compiles or c.to_host - c.looks or c.fallbacks or c.traced]
+    return [f'{i}: {c}{", traced" if c.traced else ""}'
+            for i,c in enumerate(costs) if c.executions != executions or c.compiles or c.to_host - c.looks or c.fallbacks or c.traced]

@@ -17,8 +17,10 @@ def repeat(self, learn, loss):
     for _ in range(learn.epoch): loss = loss*.9
     return loss
 
-by_epoch = dict(a_list=lambda o, learn, l: l*o.ws[learn.epoch], np_interp=lambda o, learn, l: l*float(np.interp(learn.epoch, [0, 3], [.5, 1.])),
-    math_cos=lambda o, learn, l: l*cos(learn.epoch), a_loop=repeat, linspace=lambda o, learn, l: l*torch.linspace(1, .1, 4)[learn.epoch].item())
+by_epoch = dict(a_list=lambda o, learn, l: l*o.ws[learn.epoch],
+    np_interp=lambda o, learn, l: l*float(np.interp(learn.epoch, [0, 3], [.5, 1.])),
+    math_cos=lambda o, learn, l: l*cos(learn.epoch), a_loop=repeat,
+    linspace=lambda o, learn, l: l*torch.linspace(1, .1, 4)[learn.epoch].item())
 
 def losses_of(f, n=3, replay=True):
     torch.manual_seed(0)

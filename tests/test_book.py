@@ -62,13 +62,17 @@ def files(tmp_path_factory):
                 Image.fromarray((a*15).astype('uint8')).convert('RGB').resize((20, 18)).save(path/split/str(label)/f'{label}_{i}.png')
     return path
 
-def colornet(out=4): return nn.Sequential(nn.Sequential(ConvLayer(3, 8, stride=2)), nn.Sequential(ConvLayer(8, 8, stride=2), nn.AdaptiveAvgPool2d(1), Flatten(), nn.Linear(8, out)))
+def colornet(out=4):
+    return nn.Sequential(nn.Sequential(ConvLayer(3, 8, stride=2)),
+                         nn.Sequential(ConvLayer(8, 8, stride=2), nn.AdaptiveAvgPool2d(1), Flatten(), nn.Linear(8, out)))
 
 def digits_dls(path, size=16, bs=8, **kwargs):
-    block = DataBlock((ImageBlock, CategoryBlock), get_items=get_image_files, splitter=GrandparentSplitter(), get_y=parent_label, item_tfms=Resize(size), **kwargs)
+    block = DataBlock((ImageBlock, CategoryBlock), get_items=get_image_files,
+                      splitter=GrandparentSplitter(), get_y=parent_label, item_tfms=Resize(size), **kwargs)
     return block.dataloaders(path, bs=bs, num_workers=0)
 
-def digits_learner(path, dls_kwargs={}, **kwargs): return Learner(digits_dls(path, **dls_kwargs), colornet(), **(dict(metrics=accuracy, splitter=params_of) | kwargs))
+def digits_learner(path, dls_kwargs={}, **kwargs):
+    return Learner(digits_dls(path, **dls_kwargs), colornet(), **(dict(metrics=accuracy, splitter=params_of) | kwargs))
 
 # Pairs of images
 
@@ -88,15 +92,19 @@ class DrawPair(Transform):
         return Pair(PILImage.create(f), PILImage.create(other), same)
 
 class Twin(Module):
-    def __init__(self): self.body,self.head = nn.Sequential(ConvLayer(3, 8, stride=2), ConvLayer(8, 8, stride=2)),nn.Sequential(nn.AdaptiveAvgPool2d(1), Flatten(), nn.Linear(16, 2))
+    def __init__(self):
+        self.body,self.head = nn.Sequential(ConvLayer(3, 8, stride=2),
+                                            ConvLayer(8, 8, stride=2)),nn.Sequential(nn.AdaptiveAvgPool2d(1), Flatten(), nn.Linear(16, 2))
     def forward(self, a, b): return self.head(torch.cat([self.body(a), self.body(b)], 1))
 
 def pairs(path):
     items = get_image_files(path).sorted()
     splits = GrandparentSplitter()(items)
     tls = TfmdLists(items, DrawPair(items, items[splits[1]]), splits=splits)
-    dls = tls.dataloaders(bs=8, num_workers=0, after_item=[Resize(16), ToTensor], after_batch=[IntToFloatTensor, Normalize.from_stats(*imagenet_stats, cuda=False)])
-    return Learner(dls, Twin(), loss_func=lambda out, y: F.cross_entropy(out, y.long()), splitter=lambda m: [params(m.body), params(m.head)], metrics=accuracy)
+    dls = tls.dataloaders(bs=8, num_workers=0, after_item=[Resize(16), ToTensor],
+                          after_batch=[IntToFloatTensor, Normalize.from_stats(*imagenet_stats, cuda=False)])
+    return Learner(dls, Twin(), loss_func=lambda out, y: F.cross_entropy(out, y.long()),
+                   splitter=lambda m: [params(m.body), params(m.head)], metrics=accuracy)
 
 def test_pairs_of_images_by_discriminative_rates(files):
     def story(learn):
@@ -132,19 +140,24 @@ def test_prediction_in_a_container_of_its_own(kind):
 
 # Optimizers of functions
 
-def keeps_average(p, mom, average=None, **kwargs): return dict(average=(torch.zeros_like(p.grad.data) if average is None else average)*mom + p.grad.data)
+def keeps_average(p, mom, average=None, **kwargs):
+    return dict(average=(torch.zeros_like(p.grad.data) if average is None else average)*mom + p.grad.data)
 def steps_by_average(p, lr, average, **kwargs): p.data.add_(average, alpha=-lr)
-def keeps_squares(p, sqr_mom, squares=None, **kwargs): return dict(squares=(torch.zeros_like(p.grad.data) if squares is None else squares)*sqr_mom + (1-sqr_mom)*p.grad.data**2)
+def keeps_squares(p, sqr_mom, squares=None, **kwargs):
+    return dict(squares=(torch.zeros_like(p.grad.data) if squares is None else squares)*sqr_mom + (1-sqr_mom)*p.grad.data**2)
 def steps_by_squares(p, lr, squares, eps, **kwargs): p.data.addcdiv_(p.grad, squares.sqrt().add_(eps), value=-lr)
 
-@pytest.mark.parametrize('opt_func', [partial(Optimizer, cbs=[keeps_average, steps_by_average], mom=.9), partial(Optimizer, cbs=[keeps_squares, steps_by_squares], sqr_mom=.99, eps=1e-4)], ids=['momentum', 'rms'])
+@pytest.mark.parametrize('opt_func', [partial(Optimizer, cbs=[keeps_average, steps_by_average], mom=.9),
+                                      partial(Optimizer, cbs=[keeps_squares, steps_by_squares], sqr_mom=.99, eps=1e-4)],
+                         ids=['momentum', 'rms'])
 def test_optimizer_of_functions(opt_func): keeps(same(lambda: image_learner(opt_func=opt_func), lambda l: l.fit_one_cycle(3, 1e-3)), late=1)
 
 # Looking into a model by hooks
 
 class Stored:
     "What a module has given, or the gradient of that"
-    def __init__(self, m, backward=False): self.hook = m.register_full_backward_hook(self.backward) if backward else m.register_forward_hook(self.forward)
+    def __init__(self, m, backward=False):
+        self.hook = m.register_full_backward_hook(self.backward) if backward else m.register_forward_hook(self.forward)
     def forward(self, m, i, o): self.stored = o.detach().clone()
     def backward(self, m, gi, go): self.stored = go[0].detach().clone()
     def __enter__(self): return self
@@ -188,8 +201,10 @@ def test_points_within_a_range(tmp_path):
         (tmp_path/f'{i}.txt').write_text(f'{cx} {cy}')
     def middle(f): return tensor([float(o) for o in f.with_suffix('.txt').read_text().split()])
     def make():
-        block = DataBlock((ImageBlock, PointBlock), get_items=lambda p: get_image_files(p).sorted(), get_y=middle, splitter=IndexSplitter(range(16)), batch_tfms=[Normalize.from_stats(*imagenet_stats, cuda=False)])
-        return Learner(block.dataloaders(tmp_path, bs=8, num_workers=0), nn.Sequential(colornet(out=2), SigmoidRange(-1, 1)), loss_func=MSELossFlat())
+        block = DataBlock((ImageBlock, PointBlock), get_items=lambda p: get_image_files(p).sorted(), get_y=middle,
+                          splitter=IndexSplitter(range(16)), batch_tfms=[Normalize.from_stats(*imagenet_stats, cuda=False)])
+        return Learner(block.dataloaders(tmp_path, bs=8, num_workers=0),
+                       nn.Sequential(colornet(out=2), SigmoidRange(-1, 1)), loss_func=MSELossFlat())
     def story(learn):
         learn.fit_one_cycle(2, 1e-2)
         learn.show_results(ds_idx=1, max_n=2)
@@ -198,7 +213,8 @@ def test_points_within_a_range(tmp_path):
 def test_threshold_of_several_labels_changes_between_validations(files):
     def labels(f): return [['even', 'odd'][int(f.parent.name)%2], ['low', 'high'][f.parent.name > '1']]
     def make():
-        block = DataBlock((ImageBlock, MultiCategoryBlock), get_items=get_image_files, get_y=labels, splitter=GrandparentSplitter(), item_tfms=Resize(16))
+        block = DataBlock((ImageBlock, MultiCategoryBlock), get_items=get_image_files,
+                          get_y=labels, splitter=GrandparentSplitter(), item_tfms=Resize(16))
         return Learner(block.dataloaders(files, bs=8, num_workers=0), colornet(), metrics=partial(accuracy_multi, thresh=.2))
     def story(learn):
         learn.fit(1, 1e-2)
@@ -233,9 +249,11 @@ def test_mixed_images_with_smoothed_labels():
 
 def test_presized_images_and_why_their_transforms_are_a_program_of_their_own(files):
     "The place of the crop is drawn on the host; the transforms' other numbers on the device, so that losses are near only"
-    learn = tell(lambda: digits_learner(files, dict(size=20, batch_tfms=aug_transforms(size=16, min_scale=.75))), lambda l: l.fit(2, 1e-3), True)
+    learn = tell(lambda: digits_learner(files, dict(size=20, batch_tfms=aug_transforms(size=16, min_scale=.75))),
+                 lambda l: l.fit(2, 1e-3), True)
     keeps(learn, executions=2, late=1)
-    assert 'ran a program beside the step: the batch transforms, which the step cannot hold: the step draws random numbers on the host' in reasons(learn)
+    assert ('ran a program beside the step: the batch transforms, which the step '
+            'cannot hold: the step draws random numbers on the host' in reasons(learn))
 
 class Watches(Callback):
     "Reads the loss as people do"

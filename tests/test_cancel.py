@@ -20,7 +20,8 @@ def ran(cb, xla):
     rec = learn.recorder
     return rec.iters,len(rec.losses),tensor(rec.losses),tensor([[float(o) for o in v] for v in rec.values])
 
-@pytest.mark.parametrize('cb', [partial(ShortEpochCallback, .6), partial(ShortEpochCallback, .6, short_valid=False), partial(StopsTraining, 5)])
+@pytest.mark.parametrize('cb',
+                         [partial(ShortEpochCallback, .6), partial(ShortEpochCallback, .6, short_valid=False), partial(StopsTraining, 5)])
 def test_recorder_counts_what_it_has_heard(cb):
     (iters,n,losses,values),(iters1,n1,losses1,values1) = ran(cb(), False),ran(cb(), True)
     assert (iters1,n1) == (iters,n)

@@ -24,14 +24,17 @@ def test_equal():
     assert not compare_models(a, b) and 'match' in str(compare_models(a, b))
 
 @pytest.mark.parametrize('name,change,column', [
-    ('1.3.weight', lambda m: m[1][3].weight.data[2].add_(.5), 'value'), ('0.0.1.running_mean', lambda m: m[0][0][1].running_mean.fill_(2.), 'value'), ('1.3.bias', lambda m: m[1][3].bias.data[1:2].fill_(float('nan')), 'value'),
+    ('1.3.weight', lambda m: m[1][3].weight.data[2].add_(.5), 'value'),
+    ('0.0.1.running_mean', lambda m: m[0][0][1].running_mean.fill_(2.), 'value'),
+    ('1.3.bias', lambda m: m[1][3].bias.data[1:2].fill_(float('nan')), 'value'),
     ('0.0.1.num_batches_tracked', lambda m: m[0][0][1].num_batches_tracked.add_(7), 'value')])
 def test_one_difference(name, change, column):
     a = convnet()
     b = deepcopy(a)
     change(b)
     c = compare_models(a, b)
-    assert list(c.table.index) == [name] and c.table.difference[name] > 0 and f'1 in {column}' in c.verdict and c._repr_html_().count('<tr') >= 2
+    assert (list(c.table.index) == [name] and c.table.difference[name] > 0
+            and f'1 in {column}' in c.verdict and c._repr_html_().count('<tr') >= 2)
 
 def test_device_type_shape():
     a = convnet()
@@ -40,11 +43,13 @@ def test_device_type_shape():
     b[0].to(device())
     b[1][0][0].weight = nn.Parameter(torch.zeros(8, 8, 1, 1))
     t = compare_models(a, b).table
-    assert t.loc['1.3.weight', 'dtype'] == 'float32 | float16' and t.loc['0.0.0.weight', 'device'] == 'cpu | xla:0' and '|' in t.loc['1.0.0.weight', 'shape']
+    assert (t.loc['1.3.weight', 'dtype'] == 'float32 | float16'
+            and t.loc['0.0.0.weight', 'device'] == 'cpu | xla:0' and '|' in t.loc['1.0.0.weight', 'shape'])
     assert t.difference['0.0.0.weight'] == 0 and '1.0.1.weight' not in t.index
 
 def test_names():
-    with pytest.raises(ValueError, match='only in the first: 1.3.weight, 1.3.bias'): compare_models(convnet(), nn.Sequential(convnet()[0], convnet()[1][:3]))
+    with pytest.raises(ValueError, match='only in the first: 1.3.weight, 1.3.bias'):
+        compare_models(convnet(), nn.Sequential(convnet()[0], convnet()[1][:3]))
 
 def test_tolerance():
     a = nn.Linear(2, 2)
@@ -61,7 +66,8 @@ def test_trainable_params():
     assert not 'not the model' in str(trainable_params(learn)) and trainable_params(learn).table.loc['the optimizer', 'of_the_model'] == 8
     learn.model = convnet()
     t = trainable_params(learn)
-    assert t.table.loc['the optimizer', 'not_of_the_model'] == 8 and t.table.loc['a new optimizer (create_opt)', 'of_the_model'] == 8 and 'create_opt' in t.verdict
+    assert (t.table.loc['the optimizer', 'not_of_the_model'] == 8
+            and t.table.loc['a new optimizer (create_opt)', 'of_the_model'] == 8 and 'create_opt' in t.verdict)
     assert trainable_params(learn.model) == list(learn.model.parameters())
 
 # check_training
@@ -71,7 +77,8 @@ def sound(xla=False, **kwargs):
     return learn.to_xla() if xla else learn
 
 @pytest.mark.parametrize('xla', [False, True])
-@pytest.mark.parametrize('kwargs', [{}, dict(opt_func=partial(OptimWrapper, opt=torch.optim.AdamW)), dict(cbs=SAM()), dict(opt_func=ranger)], ids=['adam', 'wrapped', 'sam', 'ranger'])
+@pytest.mark.parametrize('kwargs', [{}, dict(opt_func=partial(OptimWrapper, opt=torch.optim.AdamW)), dict(cbs=SAM()),
+                                    dict(opt_func=ranger)], ids=['adam', 'wrapped', 'sam', 'ranger'])
 def test_sound(kwargs, xla):
     c = check_training(sound(xla, **kwargs))
     assert not c, c
@@ -82,7 +89,9 @@ def new_head(learn):
     learn.model[1][3] = nn.Linear(8, 4)
 def no_lr(learn): learn.lr = 0.
 
-@pytest.mark.parametrize('plant,names,reason', [(unused, ['1.3.extra'], 'does not depend on it'), (new_head, ['1.3.weight', '1.3.bias'], 'call `learn.create_opt'), (no_lr, None, 'learning rate')])
+@pytest.mark.parametrize('plant,names,reason', [(unused, ['1.3.extra'], 'does not depend on it'),
+                                                (new_head, ['1.3.weight', '1.3.bias'], 'call `learn.create_opt'),
+                                                (no_lr, None, 'learning rate')])
 def test_planted(plant, names, reason):
     "More in test_planted.py"
     learn = sound()
@@ -129,7 +138,8 @@ def test_nothing_lost(opt, xla):
         return learn
     a,b = run(False),run(True)
     assert not compare_models(a, b)
-    state = lambda l: [t for p in l.model.parameters() for o in (l.opt, getattr(l.opt, 'opt', None)) if o is not None for _,t in sorted((k, v) for k,v in o.state.get(p, {}).items() if isinstance(v, torch.Tensor))]
+    state = lambda l: [t for p in l.model.parameters() for o in (l.opt, getattr(l.opt, 'opt', None)) if o is not None
+                       for _,t in sorted((k, v) for k,v in o.state.get(p, {}).items() if isinstance(v, torch.Tensor))]
     assert all(torch.equal(x, y) for x,y in zip(fetch(state(a)), fetch(state(b)))) and len(state(a)) == len(state(b))
     assert [type(c) for c in a.cbs] == [type(c) for c in b.cbs] and a.recorder.values == b.recorder.values
 
@@ -138,7 +148,8 @@ def test_nothing_lost(opt, xla):
 def tanh_learner():
     x = torch.randn(64, 8)
     dl = DataLoader(list(zip(x, (x[:,:1]*x[:,1:2]).sin())), bs=32, shuffle=True, num_workers=0)
-    return Learner(DataLoaders(dl, dl), nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 1)), loss_func=MSELossFlat(), opt_func=partial(SGD, mom=.9), cbs=SAM())
+    return Learner(DataLoaders(dl, dl), nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 1)),
+                   loss_func=MSELossFlat(), opt_func=partial(SGD, mom=.9), cbs=SAM())
 
 def wrong_tanh(eps): return lambda g, y: g*(1-y*y)*(1+eps)
 
@@ -150,11 +161,14 @@ def test_rounding():
 @pytest.mark.parametrize('eps', [1e-2, 1e-4])
 @pytest.mark.parametrize('backend', ['cpu', 'xla'])
 def test_fault(backend, eps):
-    with swap_op('aten.tanh_backward', backend, wrong_tanh(eps)): r = compare_backends(tanh_learner, ('cpu', 'xla'), n_epoch=10, lr=.1, roundings=2)
+    with swap_op('aten.tanh_backward', backend, wrong_tanh(eps)):
+        r = compare_backends(tanh_learner, ('cpu', 'xla'), n_epoch=10, lr=.1, roundings=2)
     assert list(r.parted) == [backend] and r.parted[backend] <= 4 and f'{backend} has a fault' in str(r)
 
 def test_batch_norm_and_adam():
-    def make(): return Learner(image_dls(), nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout(.5), nn.AdaptiveAvgPool2d(1), Flatten(), nn.Linear(4, 4)), loss_func=CrossEntropyLossFlat())
+    def make():
+        return Learner(image_dls(), nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout(.5),
+                                                  nn.AdaptiveAvgPool2d(1), Flatten(), nn.Linear(4, 4)), loss_func=CrossEntropyLossFlat())
     for seed in range(2): assert not compare_backends(make, ('cpu', 'xla'), n_epoch=2, lr=1e-2, seed=seed)
 
 def test_language_model():
@@ -162,14 +176,18 @@ def test_language_model():
     def make():
         x = torch.randint(20, (16, 6))
         dl = DataLoader(list(zip(x, x.roll(-1, 1))), bs=8, num_workers=0)
-        sizes = dict(emb_sz=6, n_hid=8, n_layers=1, pad_token=1, bidir=False, output_p=.1, hidden_p=.1, input_p=.1, embed_p=.1, weight_p=.1, tie_weights=True, out_bias=True)
+        sizes = dict(emb_sz=6, n_hid=8, n_layers=1, pad_token=1, bidir=False, output_p=.1,
+                     hidden_p=.1, input_p=.1, embed_p=.1, weight_p=.1, tie_weights=True, out_bias=True)
         return LMLearner(DataLoaders(dl, dl), get_language_model(AWD_LSTM, 20, config=sizes), loss_func=CrossEntropyLossFlat())
     r = compare_backends(make, ('cpu', 'xla', 'xla-replay'), n_epoch=2, lr=1e-2, roundings=2)
     assert r.verdicts == dict.fromkeys(('cpu', 'xla', 'xla-replay'), 'rounding') and not r.left_out, r
 
-def curve(eps, jump=0.): return SimpleNamespace(losses=[1+eps*s+jump*(s > 3) for s in range(12)], weights={s: np.ones(4)*(1+eps*s+jump*(s > 3)) for s in range(12)})
+def curve(eps, jump=0.):
+    return SimpleNamespace(losses=[1+eps*s+jump*(s > 3) for s in range(12)],
+                           weights={s: np.ones(4)*(1+eps*s+jump*(s > 3)) for s in range(12)})
 
-@pytest.mark.parametrize('rough,fault', [([], True), ([curve(1e-6), curve(1e-6, .5e-3)], False), ([curve(1e-6), curve(1e-6)], True)], ids=['none', 'jumps too', 'smooth'])
+@pytest.mark.parametrize('rough,fault', [([], True), ([curve(1e-6), curve(1e-6, .5e-3)], False), ([curve(1e-6), curve(1e-6)], True)],
+                         ids=['none', 'jumps too', 'smooth'])
 def test_jump_of_a_relu(rough, fault):
     "A unit at zero that rounding lets through or not: a fault, unless larger roundings jump as well"
     r = BackendRuns(curve(0.), [curve(1e-7)], dict(xla=curve(1e-7, 1e-3)), {}, 12, rough)
@@ -183,7 +201,8 @@ def test_inductor():
 
 def test_not_made_anew():
     model,learn = nn.Linear(8, 1),tanh_learner()
-    with pytest.raises(ValueError, match='other weights'): compare_backends(lambda: Learner(tanh_learner().dls, model, loss_func=MSELossFlat(), opt_func=SGD), ('cpu',), lr=.1, roundings=1)
+    with pytest.raises(ValueError, match='other weights'):
+        compare_backends(lambda: Learner(tanh_learner().dls, model, loss_func=MSELossFlat(), opt_func=SGD), ('cpu',), lr=.1, roundings=1)
 
 def test_other_batches():
     seeds = iter(range(100))
@@ -206,7 +225,8 @@ def make_learner():
 def test_cli(tmp_path):
     (tmp_path/'train.py').write_text(script)
     (tmp_path/'run').write_text('from fastai_xla.parity.backends import parity_cli\nparity_cli()')   # as the console script does
-    res = subprocess.run([sys.executable, 'run', 'train.py', '--epochs', '2', '--backends', 'cpu,xla', '--out', 'p'], cwd=tmp_path, capture_output=True, text=True)
+    res = subprocess.run([sys.executable, 'run', 'train.py', '--epochs', '2', '--backends', 'cpu,xla', '--out', 'p'],
+                         cwd=tmp_path, capture_output=True, text=True)
     assert res.returncode == 0, res.stderr
     assert 'rounding' in res.stdout and (tmp_path/'p.png').stat().st_size > 1000 and len((tmp_path/'p.csv').read_text().splitlines()) == 9
     res = subprocess.run([sys.executable, 'run', 'none.py'], cwd=tmp_path, capture_output=True, text=True)

@@ -9,8 +9,10 @@ from fastai.callback.tracker import SaveModelCallback
 from fastai.optimizer import OptimWrapper
 from fastai_xla.coverage import Case, groups, images, measure
 
-more = [Case('save with optimizer', lambda: images().add_cbs(SaveModelCallback(every_epoch=True, with_opt=True))), Case('zero lr', images, lambda l: l.fit(2, 0.)), Case('unfrozen', images, lambda l: (l.freeze(), l.fit(1), l.unfreeze(), l.fit(2))),
-    Case('torch Adagrad', lambda: images(opt_func=partial(OptimWrapper, opt=torch.optim.Adagrad)), lambda l: l.fit(2)), Case('decay everywhere', lambda: images(wd=.1, wd_bn_bias=True)), Case('no metrics', lambda: images(metrics=None))]
+more = [Case('save with optimizer', lambda: images().add_cbs(SaveModelCallback(every_epoch=True, with_opt=True))),
+    Case('zero lr', images, lambda l: l.fit(2, 0.)), Case('unfrozen', images, lambda l: (l.freeze(), l.fit(1), l.unfreeze(), l.fit(2))),
+    Case('torch Adagrad', lambda: images(opt_func=partial(OptimWrapper, opt=torch.optim.Adagrad)), lambda l: l.fit(2)),
+    Case('decay everywhere', lambda: images(wd=.1, wd_bn_bias=True)), Case('no metrics', lambda: images(metrics=None))]
 cases = [(g, c) for g,cs in (groups | dict(more=more)).items() for c in cs]
 
 @pytest.fixture(autouse=True)

@@ -18,9 +18,11 @@ def loaded(learn):
     return list(m.state_dict().values())
 
 ways = dict(clone=lambda l: [p.detach().clone() for p in params(l)], data=lambda l: [p.data.clone() for p in params(l)],
-    parameter=lambda l: [nn.Parameter(p.data.clone()) for p in params(l)], state_dict=lambda l: list(deepcopy(l.model.state_dict()).values()),
+    parameter=lambda l: [nn.Parameter(p.data.clone()) for p in params(l)],
+    state_dict=lambda l: list(deepcopy(l.model.state_dict()).values()),
     model=lambda l: list(deepcopy(l.model).state_dict().values()), tensor=lambda l: [torch.tensor(p.detach()) for p in params(l)],
-    to=lambda l: [p.detach().to(p.device, copy=True) for p in params(l)], copy_=lambda l: [torch.empty_like(p).copy_(p.detach()) for p in params(l)],
+    to=lambda l: [p.detach().to(p.device, copy=True) for p in params(l)],
+    copy_=lambda l: [torch.empty_like(p).copy_(p.detach()) for p in params(l)],
     expanded=lambda l: [p.detach().expand(1, *p.shape).clone() for p in params(l)], load_state_dict=loaded,
     optimizer=lambda l: [v.clone() for s in l.opt.state.values() for v in s.values() if isinstance(v, torch.Tensor)])
 

@@ -32,7 +32,9 @@ def host(o): return fetch(to_device(o, dev) if not has_xla(o) else o)
 def same(a, b):
     "Equal in structure, types, dtypes, attributes and values"
     if type(a) is not type(b): return False
-    if isinstance(a, torch.Tensor): return a.dtype == b.dtype and a.shape == b.shape and str(a.__dict__) == str(b.__dict__) and torch.equal(a.as_subclass(torch.Tensor), b.as_subclass(torch.Tensor))
+    if isinstance(a, torch.Tensor):
+        return (a.dtype == b.dtype and a.shape == b.shape and str(a.__dict__) == str(b.__dict__)
+                and torch.equal(a.as_subclass(torch.Tensor), b.as_subclass(torch.Tensor)))
     if isinstance(a, dict): return list(a) == list(b) and all(same(a[k], b[k]) for k in a)
     if isinstance(a, (list, tuple, L)): return len(a) == len(b) and all(map(same, a, b))
     return a == b
@@ -50,28 +52,43 @@ class Stream(IterableDataset):
     def __iter__(self): return self
     def __next__(self): return torch.tensor(next(self.it))
 
-def loader(make=lambda i: (torch.full((3,), float(i)), torch.tensor(i)), n=22, bs=4, cls=DataLoader, **kwargs): return cls(Items(n, make), bs=bs, device=dev, **kwargs)
+def loader(make=lambda i: (torch.full((3,), float(i)), torch.tensor(i)), n=22, bs=4, cls=DataLoader, **kwargs):
+    return cls(Items(n, make), bs=bs, device=dev, **kwargs)
 
 # the same batches
 
 def images(path): return digits_dls(path).train.new(bs=100, n=450)
 def augmented(path):
-    dls = ImageDataLoaders.from_folder(path, train='train', valid='valid', item_tfms=RandomResizedCrop(8), batch_tfms=[*aug_transforms(), Normalize.from_stats(*imagenet_stats)], num_workers=0, bs=100)
+    dls = ImageDataLoaders.from_folder(path, train='train', valid='valid', item_tfms=RandomResizedCrop(8),
+                                       batch_tfms=[*aug_transforms(), Normalize.from_stats(*imagenet_stats)], num_workers=0, bs=100)
     return dls.train.new(n=300)
 def table(path, cls=TabularDataLoaders):
     df = pd.DataFrame(dict(a=np.arange(90)%5, b=np.arange(90.)**.5, c=np.arange(90)[::-1]/7, y=np.arange(90)%2))
-    return cls.from_df(df, procs=[Categorify, FillMissing, Normalize], cat_names=['a'], cont_names=['b', 'c'], y_names='y', y_block=CategoryBlock(), bs=8, valid_idx=range(60, 90)).train
+    return cls.from_df(df, procs=[Categorify, FillMissing, Normalize], cat_names=['a'], cont_names=['b', 'c'],
+                       y_names='y', y_block=CategoryBlock(), bs=8, valid_idx=range(60, 90)).train
 def texts(n): return pd.DataFrame(dict(text=[topics[k] for k in sorted(topics)[:n]], label=[i%2 for i in range(n)]))
-def lm(path): return TextDataLoaders.from_df(texts(16), is_lm=True, text_col='text', valid_pct=.2, seed=0, tok_tfm=BaseTokenizer(), bs=4, seq_len=24).train
-def sorted_dl(path): return TextDataLoaders.from_df(texts(40), valid_pct=.2, seed=0, text_col='text', label_col='label', tok_tfm=BaseTokenizer(), bs=4, seq_len=24).train
+def lm(path):
+    return TextDataLoaders.from_df(texts(16), is_lm=True, text_col='text', valid_pct=.2,
+                                   seed=0, tok_tfm=BaseTokenizer(), bs=4, seq_len=24).train
+def sorted_dl(path):
+    return TextDataLoaders.from_df(texts(40), valid_pct=.2, seed=0, text_col='text',
+                                   label_col='label', tok_tfm=BaseTokenizer(), bs=4, seq_len=24).train
 
 points = lambda i: TensorPoint.create(torch.tensor([[i/30, .5]]), img_size=(30, 60))
 kinds = dict(images=images, augmented=augmented, table=table, lm=lm, sorted=sorted_dl,
-    pairs=lambda p: loader(), shuffled=lambda p: loader(shuffle=True, drop_last=True), dicts=lambda p: loader(lambda i: dict(x=torch.tensor([i]), y=dict(z=torch.tensor(i/3)))), lists=lambda p: loader(lambda i: [torch.tensor([i]), [torch.tensor(i), torch.tensor(i>3)]]),
-    strings=lambda p: loader(lambda i: (torch.tensor([i]), f'item {i}')), single=lambda p: loader(lambda i: torch.tensor([i])), numbers=lambda p: loader(lambda i: (i, i/2)), arrays=lambda p: loader(lambda i: (np.full(3, i, dtype=np.float32), np.int64(i))),
-    prebatched=lambda p: loader(lambda i: (torch.arange(i, i+5), torch.ones(i+1)), bs=None), points=lambda p: loader(points, cls=TfmdDL, num_workers=0), names=lambda p: loader(lambda i: f'item {i}'), draws=lambda p: loader(lambda i: (torch.rand(2), random.random(), np.random.rand())),
-    halves=lambda p: loader(lambda i: (torch.tensor(i/7).half(), torch.tensor(i/7).bfloat16(), torch.tensor(i/7).double(), torch.tensor(i, dtype=torch.int8))), twice=lambda p: loader(lambda i: (torch.tensor(i),)*2, bs=None), stream=lambda p: DataLoader(Stream(22), bs=4, device=dev),
-    tail=lambda p: loader(lambda i: torch.arange(12).view(3, 4).t() if i else torch.arange(3).expand(4, 3), bs=None), empty=lambda p: loader(n=0), one=lambda p: loader(n=1))
+    pairs=lambda p: loader(), shuffled=lambda p: loader(shuffle=True, drop_last=True),
+    dicts=lambda p: loader(lambda i: dict(x=torch.tensor([i]), y=dict(z=torch.tensor(i/3)))),
+    lists=lambda p: loader(lambda i: [torch.tensor([i]), [torch.tensor(i), torch.tensor(i>3)]]),
+    strings=lambda p: loader(lambda i: (torch.tensor([i]), f'item {i}')), single=lambda p: loader(lambda i: torch.tensor([i])),
+    numbers=lambda p: loader(lambda i: (i, i/2)), arrays=lambda p: loader(lambda i: (np.full(3, i, dtype=np.float32), np.int64(i))),
+    prebatched=lambda p: loader(lambda i: (torch.arange(i, i+5), torch.ones(i+1)), bs=None),
+    points=lambda p: loader(points, cls=TfmdDL, num_workers=0), names=lambda p: loader(lambda i: f'item {i}'),
+    draws=lambda p: loader(lambda i: (torch.rand(2), random.random(), np.random.rand())),
+    halves=lambda p: loader(lambda i: (torch.tensor(i/7).half(), torch.tensor(i/7).bfloat16(), torch.tensor(i/7).double(),
+                                       torch.tensor(i, dtype=torch.int8))),
+    twice=lambda p: loader(lambda i: (torch.tensor(i),)*2, bs=None), stream=lambda p: DataLoader(Stream(22), bs=4, device=dev),
+    tail=lambda p: loader(lambda i: torch.arange(12).view(3, 4).t() if i else torch.arange(3).expand(4, 3), bs=None),
+    empty=lambda p: loader(n=0), one=lambda p: loader(n=1))
 
 @pytest.fixture(scope='module')
 def path(tmp_path_factory): return digits_path(tmp_path_factory.mktemp('digits'))
@@ -102,18 +119,22 @@ def test_raw(kind, path):
     dl.to(dev)
     dl.rng = random.Random(1)
     with count_xla() as c: raws = [fed.raw for fed in feed(dl)]
-    assert c.executions == 0 and not any(torch_xla._XLAC._check_tensor_need_materialization([t for raw in raws for t in data._tensors(raw)]))
+    assert (c.executions == 0
+            and not any(torch_xla._XLAC._check_tensor_need_materialization([t for raw in raws for t in data._tensors(raw)])))
     assert all(map(is_xla, data._tensors(raws)))
     dl.rng = random.Random(1)
     dl._DataLoader__idxs = (dl.randomize(), dl.get_idxs())[1]
     cpu = list(dl.create_batches(dl.sample()))
     assert len(cpu) == len(raws) and all(map(same, cpu, map(fetch, raws)))
-    if kind == 'images': assert raws[0][0].dtype == torch.uint8 and type(raws[0][0]) in (TensorImage, TensorImageBW) and raws[0][1].dtype == torch.int64
+    if kind == 'images':
+        assert raws[0][0].dtype == torch.uint8 and type(raws[0][0]) in (TensorImage, TensorImageBW) and raws[0][1].dtype == torch.int64
 
 @pytest.mark.parametrize('workers', [1, 2])
 def test_workers(workers):
     "With worker processes, which draw from generators of their own"
-    def dl(): return loader(lambda i: (torch.rand(2), torch.tensor(random.random()), torch.tensor(i)), num_workers=workers, shuffle=True, pin_memory=True)
+    def dl():
+        return loader(lambda i: (torch.rand(2), torch.tensor(random.random()), torch.tensor(i)),
+                      num_workers=workers, shuffle=True, pin_memory=True)
     def read(it):
         set_seed(7)
         d = dl()
@@ -144,7 +165,8 @@ def test_own_iter():
 
 # who reads, and when
 
-draws = dict(random=lambda i: random.random(), numpy=lambda i: np.random.rand(), torch=lambda i: torch.rand(1), shuffle=lambda i: random.sample(range(3), 2))
+draws = dict(random=lambda i: random.random(), numpy=lambda i: np.random.rand(),
+             torch=lambda i: torch.rand(1), shuffle=lambda i: random.sample(range(3), 2))
 
 @pytest.mark.parametrize('kind', list(draws))
 def test_drawing_stays(kind):
@@ -236,7 +258,8 @@ def test_exceptions_of_collate():
     with pytest.raises(ZeroDivisionError): list(dl)
 
 def test_timeout():
-    with pytest.raises(RuntimeError, match='timed out after 1 seconds'): list(loader(lambda i: time.sleep(5*(i==9)) or i, num_workers=1, timeout=1))
+    with pytest.raises(RuntimeError, match='timed out after 1 seconds'):
+        list(loader(lambda i: time.sleep(5*(i==9)) or i, num_workers=1, timeout=1))
 
 def test_break():
     "`break`, a closed iterator, one that nobody holds, one in a cycle: the thread ends, and a new pass starts at the beginning"
@@ -370,7 +393,8 @@ def test_changed_in_place(monkeypatch):
                 w.sub_((fed.batch()[0].as_subclass(Tensor)*w).sum()*1e-3)
                 sync()
         return c.compiles
-    dl = TfmdDL(Items(32, lambda i: (x[i], TensorCategory(i%4))), bs=4, after_batch=[IntToFloatTensor()], num_workers=0, device=dev)   # `o.float().div_(255)`, and `x` is float
+    # `o.float().div_(255)`, and `x` is float
+    dl = TfmdDL(Items(32, lambda i: (x[i], TensorCategory(i%4))), bs=4, after_batch=[IntToFloatTensor()], num_workers=0, device=dev)
     assert compiles(feed(dl)) == 1
     early = list(feed(dl))
     assert compiles(early) == 0

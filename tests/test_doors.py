@@ -1,7 +1,8 @@
 "Ways onto the device other than `to_xla`, and tensors that meet from both sides, train or say what to type"
 import os, pickle, subprocess, sys, warnings
 from copy import deepcopy
-os.environ['XLA_FLAGS'] = os.environ.get('XLA_FLAGS', '') + ' --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true'   # short compiles; nothing here is timed
+# short compiles; nothing here is timed
+os.environ['XLA_FLAGS'] = os.environ.get('XLA_FLAGS', '') + ' --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true'
 import numpy as np, pytest, torch
 import torch.nn.functional as F
 from fastai.vision.all import *
@@ -54,7 +55,9 @@ def test_model_that_is_given_a_batch_on_the_cpu():
     learn = learner().to_xla()
     x = torch.randn(3, 1, 8, 8)
     for f in (learn.model, lambda x: learn.model[1](x.flatten(1))):
-        with pytest.raises(RuntimeError, match=r'(?s)Expected XLA tensor.*was given a tensor on the CPU.*learn\.model\(x\.to\(learn\.xla_opt\.device\)\).*get_preds.*detach_xla') as e: f(x)
+        with pytest.raises(RuntimeError, match=r'(?s)Expected XLA tensor.*was given a tensor on the '
+                                               r'CPU.*learn\.model\(x\.to\(learn\.xla_opt\.device\)\).*get_preds.*detach_xla') as e:
+            f(x)
         assert type(e.value.__cause__) is RuntimeError and 'XLA tensor' in str(e.value.__cause__)
     assert learn.model(x.to(learn.xla_opt.device)).shape == (3, 4)
     learn.detach_xla()
@@ -63,7 +66,8 @@ def test_model_that_is_given_a_batch_on_the_cpu():
 def test_convolution_that_is_given_a_batch_on_the_cpu():
     "Its error is torch's own, of another text"
     learn = image_learner(image_dls(n=16, n_valid=16)).to_xla()
-    with pytest.raises(RuntimeError, match='(?s)Sequential is on XLA and was given a tensor on the CPU'): learn.model(torch.randn(2, 1, 8, 8))
+    with pytest.raises(RuntimeError, match='(?s)Sequential is on XLA and was given a tensor on the CPU'):
+        learn.model(torch.randn(2, 1, 8, 8))
 
 def test_other_errors_stay_as_they_are():
     learn = learner().to_xla()
@@ -74,7 +78,8 @@ def test_weighted_loss_of_predictions_on_the_cpu():
     learn = learner(loss_func=CrossEntropyLossFlat(weight=torch.tensor([1.,2.,3.,4.]))).to_xla()
     preds,targs,losses = learn.get_preds(with_loss=True)
     logits = preds.log()   # the loss's activation has been applied; cross entropy does not mind
-    with pytest.raises(RuntimeError, match='CrossEntropyLoss is on XLA and was given a tensor on the CPU.*learn.loss_func'): learn.loss_func(logits, targs)
+    with pytest.raises(RuntimeError, match='CrossEntropyLoss is on XLA and was given a tensor on the CPU.*learn.loss_func'):
+        learn.loss_func(logits, targs)
     there = learn.loss_func(*(o.to(learn.xla_opt.device) for o in (logits, targs)))
     learn.detach_xla()
     assert there.item() == pytest.approx(learn.loss_func(logits, targs).item(), rel=1e-5)
@@ -145,8 +150,11 @@ def test_metric_in_numpy(replay):
     said = fitted(learn, 3)
     assert len(said) == 2 and 'The metric error_np computes with numpy' in said[0] and 'AccumMetric' in said[0] and 'error_one' in said[1]
     assert [list(v) for v in learn.recorder.values] == [pytest.approx(list(v), rel=1e-4) for v in cpu.recorder.values]
-    for a,b in zip(fetch(learn.model.state_dict()).values(), cpu.model.state_dict().values()): torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
-    if replay: assert 'the metric error_np, with numpy on the host' in str(learn.xla_report()) and learn.xla_report().per_batch('training')['to host'] == 0
+    for a,b in zip(fetch(learn.model.state_dict()).values(), cpu.model.state_dict().values()):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+    if replay:
+        assert ('the metric error_np, with numpy on the host' in str(learn.xla_report())
+                and learn.xla_report().per_batch('training')['to host'] == 0)
     assert learn.validate()[1] == pytest.approx(cpu.validate()[1])
 
 def test_steps_beside_a_metric_in_numpy_are_replayed():
@@ -172,8 +180,10 @@ def test_random_crops_without_a_size():
     "Each batch has the shape of its crop, as on the CPU, and the user is told what that costs"
     def make():
         set_seed(0)
-        dls = image_dls(n=4*8, n_valid=8, bs=8, size=12, after_batch=aug_transforms(min_scale=.4, max_rotate=0, max_zoom=1, max_warp=0, max_lighting=0, do_flip=False))
-        return Learner(dls, nn.Sequential(ConvLayer(1, 4), nn.AdaptiveAvgPool2d(1), Flatten(), nn.Linear(4, 4)), loss_func=CrossEntropyLossFlat(), opt_func=SGD).remove_cb(ProgressCallback)
+        dls = image_dls(n=4*8, n_valid=8, bs=8, size=12,
+                        after_batch=aug_transforms(min_scale=.4, max_rotate=0, max_zoom=1, max_warp=0, max_lighting=0, do_flip=False))
+        return Learner(dls, nn.Sequential(ConvLayer(1, 4), nn.AdaptiveAvgPool2d(1), Flatten(), nn.Linear(4, 4)),
+                       loss_func=CrossEntropyLossFlat(), opt_func=SGD).remove_cb(ProgressCallback)
     class Shapes(Callback):
         def before_fit(self): self.seen = []
         def after_batch(self): self.seen.append(tuple(self.x.shape))

@@ -40,7 +40,8 @@ def test_torch_xla_missing_or_wrong(version, said):
 
 def test_client_does_not_start():
     code = "from fastai_xla.all import *\nfor _ in range(2):\n  try: device()\n  except RuntimeError as e: print('TOLD', e)"
-    rc,out = run(code, PJRT_DEVICE='TPU', TPU_SKIP_MDS_QUERY='1')   # a libtpu without a TPU would ask the cloud's metadata server for minutes
+    # a libtpu without a TPU would ask the cloud's metadata server for minutes
+    rc,out = run(code, PJRT_DEVICE='TPU', TPU_SKIP_MDS_QUERY='1')
     assert rc == 0 and out.count('TOLD The XLA client did not start (PJRT_DEVICE=TPU)') == 2
     assert 'PJRT_DEVICE=CPU' in out and "pip install 'fastai_xla[tpu]' brings it" in out
 
@@ -62,12 +63,14 @@ print('TRAINED')
 
 def test_trap_is_cured():
     rc,out = run(trap.format(incurable=False))
-    assert rc == 0 and 'TRAINED' in out and 'ran a .backward() before the XLA device existed' in out and 'set_multithreading_enabled(False)' in out
+    assert (rc == 0 and 'TRAINED' in out and 'ran a .backward() before the XLA device existed' in out
+            and 'set_multithreading_enabled(False)' in out)
 
 def test_trap_without_cure():
     rc,out = run(trap.format(incurable=True))
     assert rc == 1 and 'TRAINED' not in out
-    assert 'RuntimeError: This process ran a .backward() before the XLA device existed' in out and 'Restart the notebook and put `from fastai_xla.all import *` into its first cell' in out
+    assert ('RuntimeError: This process ran a .backward() before the XLA device existed' in out
+            and 'Restart the notebook and put `from fastai_xla.all import *` into its first cell' in out)
 
 def quiet(**kwargs): return image_learner(**kwargs).remove_cb(ProgressCallback)
 
@@ -98,11 +101,14 @@ class Arrays:
     def __len__(self): return 32
     def __getitem__(self, i): return np.ones((1, 8, 8), dtype=np.float32),i%4
 
-@pytest.mark.parametrize('collate', [lambda b: (np.stack([x for x,_ in b]), torch.tensor([y for _,y in b])), lambda b: (['a name']*len(b), torch.tensor([y for _,y in b]))], ids=['array', 'names'])
+@pytest.mark.parametrize('collate', [lambda b: (np.stack([x for x,_ in b]), torch.tensor([y for _,y in b])),
+                                     lambda b: (['a name']*len(b), torch.tensor([y for _,y in b]))], ids=['array', 'names'])
 def test_batch_is_no_tensor(collate):
     dl = DataLoader(Arrays(), bs=16, create_batch=collate)
     learn = Learner(DataLoaders(dl, dl), convnet(), loss_func=CrossEntropyLossFlat()).remove_cb(ProgressCallback).to_xla()
-    with pytest.raises(TypeError, match=r'(numpy.ndarray|builtins.list|builtins.str) where a tensor is expected.*ToTensor'), learn.no_logging(): learn.fit(1)
+    with pytest.raises(TypeError,
+                       match=r'(numpy.ndarray|builtins.list|builtins.str) where a tensor is expected.*ToTensor'), learn.no_logging():
+        learn.fit(1)
     learn.dls = image_dls()
     with learn.no_logging(): learn.fit(1)
 
@@ -112,7 +118,8 @@ class Nan(nn.Module):
 
 def test_nan_from_the_first_step():
     learn = Learner(image_dls(), Nan(), loss_func=CrossEntropyLossFlat()).remove_cb(ProgressCallback).to_xla()
-    with pytest.warns(UserWarning, match='The loss is nan from step 0 of this fit on.*TerminateOnNaNCallback') as told, learn.no_logging(): learn.fit(2)
+    with pytest.warns(UserWarning, match='The loss is nan from step 0 of this fit on.*TerminateOnNaNCallback') as told, learn.no_logging():
+        learn.fit(2)
     assert len([w for w in told if 'The loss is nan' in str(w.message)]) == 1
     assert len(learn.recorder.losses) == 16
 

@@ -49,9 +49,11 @@ recipes = {'clean': "skip = {'left out': 'planted'}\nreplace = {'3 == 4': '3 == 
     'planted': "dropout = False\nknown = {'it goes': 'because'}",
     'hanging': "cell_seconds = 5"}
 expected = {
-    'clean': {'imports': 'same', 'learner': 'same', 'fit': 'same', 'fails on both': 'fails on CPU too', 'no number': 'left out', 'marked slow': 'left out',
+    'clean': {'imports': 'same', 'learner': 'same', 'fit': 'same',
+        'fails on both': 'fails on CPU too', 'no number': 'left out', 'marked slow': 'left out',
         'old flag': 'left out', 'by recipe': 'left out', 'replaced': 'same', 'of setup': 'same', 'shown': 'same'},
-    'planted': {'imports': 'same', 'learner': 'same', 'number': 'differs', 'rounding': 'same', 'words': 'differs', 'exception': 'fails only on XLA',
+    'planted': {'imports': 'same', 'learner': 'same', 'number': 'differs',
+        'rounding': 'same', 'words': 'differs', 'exception': 'fails only on XLA',
         'warning': 'warns', 'abort': 'crash on XLA', 'after': 'same', 'weights': 'differs', 'recorder': 'differs',
         'dropout': 'same', 'drawn': 'same', 'of drawn': 'random', 'not of drawn': 'differs'},
     'hanging': {'hangs': 'timeout on XLA', 'after': 'same'}}
@@ -67,10 +69,12 @@ def rows(tmp_path_factory):
         notebook(folder/f'{name}.ipynb', cells.values())
         (folder/f'{name}.py').write_text(recipes[name])
     out = folder/'results.csv'
-    res = subprocess.run([sys.executable, '-m', 'tests.foreign', folder, '--recipes', folder, '--out', out], cwd=root, capture_output=True, text=True,
+    res = subprocess.run([sys.executable, '-m', 'tests.foreign', folder, '--recipes', folder, '--out', out],
+        cwd=root, capture_output=True, text=True,
         env=dict(os.environ, PYTHONPATH=str(root)))
     assert out.exists(), res.stdout + res.stderr
-    return {(r['notebook'], list(planted[r['notebook']])[int(r['cell'])]): r for r in csv.DictReader(out.open())} | {'returncode': res.returncode}
+    return {(r['notebook'], list(planted[r['notebook']])[int(r['cell'])]): r
+            for r in csv.DictReader(out.open())} | {'returncode': res.returncode}
 
 @pytest.mark.parametrize('nb,cell', [(nb, c) for nb,cells in planted.items() for c in cells])
 def test_verdict_of_a_planted_cell(rows, nb, cell):
@@ -79,7 +83,8 @@ def test_verdict_of_a_planted_cell(rows, nb, cell):
 
 def result(number, error=None): return dict(text=f'loss {number}', error=error, warnings=[], learners={}, where=[])
 
-@pytest.mark.parametrize('on_xla,nudged,verdict', [(1.5, 1.5, 'same'), (1.5001, 1.6, 'same'), (1.501, 1.50001, 'differs'), (1.501, 1.5001, 'rounding'), (1.6, 1.5001, 'differs')])
+@pytest.mark.parametrize('on_xla,nudged,verdict', [(1.5, 1.5, 'same'), (1.5001, 1.6, 'same'), (1.501, 1.50001, 'differs'),
+                                                   (1.501, 1.5001, 'rounding'), (1.6, 1.5001, 'differs')])
 def test_differences_as_large_as_rounding_makes_on_the_cpu_are_told_apart(on_xla, nudged, verdict):
     assert judge(result(1.5), result(on_xla), result(nudged), False)[0] == verdict
 

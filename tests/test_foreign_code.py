@@ -28,10 +28,12 @@ def told(make, story, on_xla=False, **kwargs):
     if on_xla: learn.to_xla(**kwargs)
     with learn.no_logging(), learn.no_bar(): res = story(learn)
     rec = learn.recorder
-    return learn,dict(leaves(dict(told=res, losses=list(getattr(rec, 'losses', [])), values=list(map(list, getattr(rec, 'values', []))), weights=dict(learn.model.state_dict()))))
+    return learn,dict(leaves(dict(told=res, losses=list(getattr(rec, 'losses', [])),
+                                  values=list(map(list, getattr(rec, 'values', []))), weights=dict(learn.model.state_dict()))))
 
 def agree(a, b, tol):
-    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor): return a.shape == b.shape and torch.allclose(a, b, rtol=tol, atol=tol/10)
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        return a.shape == b.shape and torch.allclose(a, b, rtol=tol, atol=tol/10)
     return type(a) == type(b) and (a == pytest.approx(b, rel=tol, abs=tol/10) if isinstance(a, float) else a == b)
 
 def compare(make, story, tol=1e-4, replays=('auto', False)):
@@ -164,7 +166,8 @@ class ReadsGrads(Callback):
     def _read(self):
         if self.training: self.seen.append([None if p.grad is None else p.grad.abs().max().cpu() for p in self.learn.model.parameters()])
 
-@pytest.mark.parametrize('when', ['before_batch', 'after_pred', 'before_backward', 'after_backward', 'after_step', 'after_batch', 'after_train', 'after_fit'])
+@pytest.mark.parametrize('when', ['before_batch', 'after_pred', 'before_backward', 'after_backward',
+                                  'after_step', 'after_batch', 'after_train', 'after_fit'])
 def test_gradients_are_fastais_at_every_event(when):
     "Zeros after `zero_grad`, not `None`"
     def story(learn):
@@ -300,7 +303,9 @@ def test_error_names_a_tensor_left_on_the_cpu():
             self.rnn,self.start = nn.RNN(64, 4, batch_first=True),torch.zeros(1, 8, 4)
         def forward(self, x): return self.rnn(x.flatten(1)[:,None], self.start)[0][:,0]
     learn = Learner(image_dls(n=2*8, n_valid=8, bs=8), Shifts(), loss_func=CrossEntropyLossFlat()).to_xla()
-    with learn.no_logging(), learn.no_bar(), pytest.raises(RuntimeError, match=r"On the CPU are still: model.start.*register_buffer\('start'"): learn.fit(1)
+    with learn.no_logging(), learn.no_bar(), pytest.raises(RuntimeError,
+                                                           match=r"On the CPU are still: model.start.*register_buffer\('start'"):
+        learn.fit(1)
 
 # Data that is on the device already
 
@@ -325,7 +330,8 @@ class OfDict(nn.Module):
 @pytest.mark.parametrize('where', ['cpu', 'xla'])
 def test_data_on_the_device(kind, where):
     _,there = told(lambda: Learner(table_dls(kind, 'cpu'), OfDict(), loss_func=F.cross_entropy, metrics=accuracy), fits)
-    _,here = told(lambda: Learner(table_dls(kind, device() if where == 'xla' else 'cpu'), OfDict(), loss_func=F.cross_entropy, metrics=accuracy), fits, True)
+    _,here = told(lambda: Learner(table_dls(kind, device() if where == 'xla' else 'cpu'), OfDict(),
+                                  loss_func=F.cross_entropy, metrics=accuracy), fits, True)
     assert there.keys() == here.keys() and all(agree(there[k], here[k], 1e-4) for k in there)
 
 workers = '''

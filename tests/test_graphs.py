@@ -15,7 +15,8 @@ from common import *
 
 dev = device()
 
-def plain_net(): return nn.Sequential(nn.Sequential(nn.Conv2d(1, 6, 3), nn.ReLU()), nn.Conv2d(6, 8, 3, stride=1), nn.Flatten(), nn.Linear(8*4*4, 4))
+def plain_net():
+    return nn.Sequential(nn.Sequential(nn.Conv2d(1, 6, 3), nn.ReLU()), nn.Conv2d(6, 8, 3, stride=1), nn.Flatten(), nn.Linear(8*4*4, 4))
 
 def quiet(learn):
     learn.remove_cb(ProgressCallback)
@@ -32,7 +33,8 @@ def test_flops_of_step():
     by = costs(explain_step(learn).hlo, 'opcode').flops
     assert by['convolution'] + by['dot'] == want
 
-@pytest.mark.parametrize('kw', [dict(), dict(padding=1), dict(stride=2, padding=2), dict(dilation=2, padding=1), dict(groups=2), dict(stride=3, groups=4, padding=1)], ids=str)
+@pytest.mark.parametrize('kw', [dict(), dict(padding=1), dict(stride=2, padding=2), dict(dilation=2, padding=1),
+                                dict(groups=2), dict(stride=3, groups=4, padding=1)], ids=str)
 def test_flops_of_convolution(kw):
     "Against ones convolved with ones, which count the products that are made, forward and in both gradients"
     x,w = torch.ones(2, 4, 11, 9),torch.ones(8, 4//kw.get('groups', 1), 3, 2)
@@ -79,11 +81,14 @@ def test_graph_text():
     x,w = send([torch.randn(4, 8), torch.randn(8, 3)], dev)
     y = (x @ w).relu()
     nodes = {n.op: n for n in read_graph(graph_text([y, y.sum()]))}
-    assert nodes['aten::relu'].ins == [nodes['aten::mm'].id] and nodes['aten::mm'].shapes == [Shape('f32', (4, 3))] and nodes['aten::relu'].root and nodes['aten::sum'].root and not nodes['aten::mm'].root
+    assert (nodes['aten::relu'].ins == [nodes['aten::mm'].id] and nodes['aten::mm'].shapes == [Shape('f32', (4, 3))]
+            and nodes['aten::relu'].root and nodes['aten::sum'].root and not nodes['aten::mm'].root)
 
 def test_step_counts():
     "Inputs and outputs against what the learner holds: three parameters' worth of state for Adam, and a batch"
-    learn = quiet(Learner(image_dls(size=7), nn.Sequential(nn.Flatten(), nn.Linear(49, 4)), loss_func=CrossEntropyLossFlat(), splitter=params_of, train_bn=False))   # a size of its own: no test before it has compiled the program
+    # a size of its own: no test before it has compiled the program
+    learn = quiet(Learner(image_dls(size=7), nn.Sequential(nn.Flatten(), nn.Linear(49, 4)),
+                          loss_func=CrossEntropyLossFlat(), splitter=params_of, train_bn=False))
     s = explain_step(learn)
     shapes = lambda ls: [i for i in ls if i.dims]
     ins,outs = shapes([i.shapes[0] for i in s.hlo.inputs]),shapes(s.hlo.outputs)
@@ -100,7 +105,8 @@ def test_cut_is_told():
 def state(learn):
     ts = [t.detach().cpu() for t in learn.model.state_dict().values()]
     if learn.opt is None: return ts
-    return ts + [v.cpu() if isinstance(v, torch.Tensor) else v for s in learn.opt.state.values() for v in s.values()] + [dict(h) for h in learn.opt.hypers]
+    return (ts + [v.cpu() if isinstance(v, torch.Tensor) else v for s in learn.opt.state.values() for v in s.values()]
+            + [dict(h) for h in learn.opt.hypers])
 
 def same(a, b): return torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
 
@@ -120,7 +126,8 @@ def test_nothing_changed(name, opt):
         attrs = set(vars(learn))
         looks[name](learn)
         assert all(map(same, before, state(learn)))
-        assert (rng_state(),np.random.get_state()[1].tolist(),random.getstate()) == (rngs[0], rngs[2], rngs[3]) and torch.equal(torch.get_rng_state(), rngs[1])
+        assert ((rng_state(),np.random.get_state()[1].tolist(),random.getstate()) == (rngs[0], rngs[2], rngs[3])
+                and torch.equal(torch.get_rng_state(), rngs[1]))
         assert list(learn.recorder.values) == values and list(learn.cbs) == cbs and learn.xla_opt.log is log and set(vars(learn)) == attrs
         assert {f: f.read_bytes() for f in Path(d).rglob('*') if f.is_file()} == files
 
@@ -151,10 +158,12 @@ def test_draw_learner():
     learn = quiet(image_learner())
     g = draw_graph(learn)
     assert {'forward/0', 'forward/1', 'forward/loss', 'backward/0', 'backward/1', 'update'} <= set(g.boxes)
-    assert [k for k in g.forward.boxes if k.startswith('forward/')] == ['forward/0', 'forward/1', 'forward/loss'] and g.forward.edges['forward/0', 'forward/1'] == [Shape('f32', (16, 8, 4, 4))]
+    assert ([k for k in g.forward.boxes if k.startswith('forward/')] == ['forward/0', 'forward/1', 'forward/loss']
+            and g.forward.edges['forward/0', 'forward/1'] == [Shape('f32', (16, 8, 4, 4))])
     assert list(g.backward.boxes)[:3] == ['backward/loss', 'backward/1', 'backward/0']      # against the forward's order
     deep = g.view('forward', 2)
-    assert {'forward/0.0', 'forward/1.0', 'forward/1.3'} <= set(deep.boxes) and sum(len(b.nodes) for b in deep.boxes.values()) == sum(len(b.nodes) for b in g.forward.boxes.values())
+    assert ({'forward/0.0', 'forward/1.0', 'forward/1.3'} <= set(deep.boxes)
+            and sum(len(b.nodes) for b in deep.boxes.values()) == sum(len(b.nodes) for b in g.forward.boxes.values()))
     assert Counter(n.op for n in g.forward.nodes)['aten::convolution_overrideable'] == 2
 
 def test_svg():
@@ -170,7 +179,8 @@ def test_draw_model():
     before = [t.clone() for t in net.state_dict().values()]
     s,x = rng_state(),torch.randn(4, 1, 8, 8)
     with count_xla() as c: g = draw_graph(net, x)
-    assert {'forward/0', 'forward/1', 'backward/0', 'backward/1'} <= set(g.boxes) and all(map(torch.equal, before, net.state_dict().values())) and all(p.grad is None for p in net.parameters()) and rng_state() == s
+    assert {'forward/0', 'forward/1', 'backward/0', 'backward/1'} <= set(g.boxes) and all(
+        map(torch.equal, before, net.state_dict().values())) and all(p.grad is None for p in net.parameters()) and rng_state() == s
     assert not c.compiles and not c.executions                  # drawn, not run
     with pytest.raises(TypeError, match='input'): draw_graph(net)
 
@@ -213,7 +223,8 @@ def test_graphviz(tmp_path, monkeypatch, fails):
     monkeypatch.setenv('PATH', str(tmp_path))
     svg = f'<svg by="graphviz" how="-Tsvg">{len(g.edges)}</svg>'
     g.save(tmp_path/'g.svg')
-    for s in (g._repr_html_(), (tmp_path/'g.svg').read_text()): assert s.strip() == svg if fails is False else 'graphviz' not in s and ET.fromstring(s).tag.endswith('svg')
+    for s in (g._repr_html_(), (tmp_path/'g.svg').read_text()):
+        assert s.strip() == svg if fails is False else 'graphviz' not in s and ET.fromstring(s).tag.endswith('svg')
     assert repr(g).startswith('step: ')
 
 def test_large_is_text():

@@ -13,7 +13,9 @@ import test_parity as parity
 def pair(tmp_path_factory):
     "The same trained learner, on the CPU and on XLA"
     path = digits_path(tmp_path_factory.mktemp('digits'))
-    def make(): return Learner(digits_dls(path), digits_model(), loss_func=CrossEntropyLossFlat(), metrics=accuracy, path=path).remove_cb(ProgressCallback)
+    def make():
+        return Learner(digits_dls(path), digits_model(), loss_func=CrossEntropyLossFlat(),
+                       metrics=accuracy, path=path).remove_cb(ProgressCallback)
     set_seed(1)
     cpu,xla = make(),make()
     with cpu.no_logging(): cpu.fit_one_cycle(2, 1e-2)
@@ -96,8 +98,10 @@ def workers_dls():
     dls = image_dls()
     return DataLoaders(*(dl.new(num_workers=2) for dl in dls.loaders))
 
-kinds = dict(torch_dataloaders=lambda: Learner(torch_dls(), nn.Sequential(nn.Flatten(), nn.Linear(64, 4)), loss_func=CrossEntropyLossFlat(), metrics=accuracy), workers=lambda: image_learner(workers_dls()),
-    resnet18=lambda: vision_learner(image_dls(size=32), resnet18, n_in=1, pretrained=False, loss_func=CrossEntropyLossFlat(), metrics=accuracy),
+kinds = dict(torch_dataloaders=lambda: Learner(torch_dls(), nn.Sequential(nn.Flatten(), nn.Linear(64, 4)), loss_func=CrossEntropyLossFlat(),
+                                               metrics=accuracy), workers=lambda: image_learner(workers_dls()),
+    resnet18=lambda: vision_learner(image_dls(size=32), resnet18, n_in=1, pretrained=False,
+                                    loss_func=CrossEntropyLossFlat(), metrics=accuracy),
     tabular=lambda: parity.tabular(None), collab=lambda: parity.collab(None), collab_nn=lambda: parity.collab_nn(None))
 
 @pytest.mark.parametrize('kind', kinds)
@@ -107,5 +111,6 @@ def test_contract_of_kinds(kind):
     train,valid = learn.probe.steady(True, late=kind == 'collab_nn'),learn.probe.steady(False)   # there the second step is recorded anew
     last = learn.dls.valid_ds and len(learn.dls.valid_ds) % learn.dls.valid.bs if hasattr(learn.dls.valid, 'bs') else 0
     assert len(train) >= 10 and not breaches(train), breaches(train)
-    beside = 2 if kind == 'collab' else 1   # its metric is no sum: what it gathers is computed beside the step as long as callbacks of the user's, as the probe, look on
+    # its metric is no sum: what it gathers is computed beside the step as long as callbacks of the user's, as the probe, look on
+    beside = 2 if kind == 'collab' else 1
     assert not breaches([c for c in valid if not (last and c.compiles == 1)], beside), breaches(valid, beside)

@@ -30,14 +30,16 @@ print([type(c).__name__ for c in learn.cbs])
 
 def test_export_needs_neither(tmp_path):
     "export -> load_learner, where importing torch_xla and fastai_xla raises"
-    learn = quiet(path=tmp_path, dls=image_dls(after_batch=[Normalize.from_stats([.1], [.9], cuda=False)]), cbs=[MixUp(), GradientClip(1.)], loss_func=CrossEntropyLossFlat(weight=torch.ones(4))).to_xla()
+    learn = quiet(path=tmp_path, dls=image_dls(after_batch=[Normalize.from_stats([.1], [.9], cuda=False)]),
+                  cbs=[MixUp(), GradientClip(1.)], loss_func=CrossEntropyLossFlat(weight=torch.ones(4))).to_xla()
     with learn.no_logging(): learn.fit(1, 1e-2)
     before,x = weights(learn),torch.randn(2, 1, 8, 8)
     learn.export()
     assert is_xla(next(learn.model.parameters())) and same(weights(learn), before)
     expected = learn.model.eval()(x.to(learn.xla_opt.device)).cpu()
     torch.save(x, tmp_path/'x.pt')
-    res = subprocess.run([sys.executable, '-c', blocked, str(tmp_path/'export.pkl'), str(tmp_path/'x.pt')], capture_output=True, text=True, cwd=Path(__file__).parent.parent)
+    res = subprocess.run([sys.executable, '-c', blocked, str(tmp_path/'export.pkl'), str(tmp_path/'x.pt')],
+                         capture_output=True, text=True, cwd=Path(__file__).parent.parent)
     assert res.returncode == 0, res.stderr
     assert 'XLA' not in res.stdout
     assert (torch.load(tmp_path/'x.pt')-expected).abs().max() < 1e-5
@@ -52,7 +54,8 @@ def test_export_and_copy_after_random_lighting(tmp_path):
     assert len(deepcopy(learn).dls.train.after_batch.fs) == len(learn.dls.train.after_batch.fs)
     with learn.no_logging(): learn.fit(1, 1e-2)
 
-@pytest.mark.parametrize('opt', [partial(SGD, mom=.9), Adam, ranger, partial(OptimWrapper, opt=torch.optim.AdamW)], ids=['sgd', 'adam', 'ranger', 'torch'])
+@pytest.mark.parametrize('opt', [partial(SGD, mom=.9), Adam, ranger, partial(OptimWrapper, opt=torch.optim.AdamW)],
+                         ids=['sgd', 'adam', 'ranger', 'torch'])
 def test_checkpoint_continues(opt, tmp_path):
     "Load with optimizer state, and the run goes on with the losses of the one that was not interrupted"
     def start():
@@ -79,9 +82,11 @@ def test_checkpoint_is_a_cpu_checkpoint(tmp_path):
     assert same(cpu.model.state_dict(), weights(learn))
     cpu.save('m2')
     a,b = torch.load(tmp_path/'models/m.pth', weights_only=False),torch.load(tmp_path/'models/m2.pth', weights_only=False)
-    assert a.keys() == b.keys() and list(a['model']) == list(b['model']) and [s.keys() for s in a['opt']['state']] == [s.keys() for s in b['opt']['state']]
+    assert (a.keys() == b.keys() and list(a['model']) == list(b['model'])
+            and [s.keys() for s in a['opt']['state']] == [s.keys() for s in b['opt']['state']])
 
-@pytest.mark.parametrize('opt', [partial(SGD, mom=.9), Adam, Lamb, ranger, partial(OptimWrapper, opt=torch.optim.AdamW)], ids=['sgd', 'adam', 'lamb', 'ranger', 'torch'])
+@pytest.mark.parametrize('opt', [partial(SGD, mom=.9), Adam, Lamb, ranger, partial(OptimWrapper, opt=torch.optim.AdamW)],
+                         ids=['sgd', 'adam', 'lamb', 'ranger', 'torch'])
 def test_detach(opt, tmp_path):
     "After detach_xla the next steps on the CPU equal those of a learner that never left"
     runs = []

@@ -23,7 +23,8 @@ def test_no_alarm(name):
         f = locate_fault(model, batch, loss)
         assert not f and f.n_calls > 10, f
 
-@pytest.mark.parametrize('backend,phase,eps', [('cpu', 'forward', 1e-4), ('cpu', 'backward', 1e-3), ('xla', 'forward', 1e-3), ('xla', 'backward', 1e-4)])
+@pytest.mark.parametrize('backend,phase,eps',
+                         [('cpu', 'forward', 1e-4), ('cpu', 'backward', 1e-3), ('xla', 'forward', 1e-3), ('xla', 'backward', 1e-4)])
 @pytest.mark.parametrize('name', models)
 def test_planted(name, backend, phase, eps):
     set_seed(5, reproducible=True)
@@ -35,7 +36,8 @@ def test_planted(name, backend, phase, eps):
     assert (f.path, f.phase, f.backend) == (path, phase, backend) and .5*eps < f.error < 2*eps, f
     assert str(f).startswith(f.operator) and path in str(f) and '<table' in f._repr_html_()
 
-faulty_ops = {'aten.tanh_backward': ('1', 'backward', lambda g, y: g*(1-y*y)*1.001), 'aten.gelu_backward': ('3', 'backward', lambda *args, **kw: plain(torch.ops.aten.gelu_backward.default)(*args, **kw)*1.001)}
+faulty_ops = {'aten.tanh_backward': ('1', 'backward', lambda g, y: g*(1-y*y)*1.001),
+              'aten.gelu_backward': ('3', 'backward', lambda *args, **kw: plain(torch.ops.aten.gelu_backward.default)(*args, **kw)*1.001)}
 
 @pytest.mark.parametrize('backend', ['cpu', 'xla'])
 @pytest.mark.parametrize('op', faulty_ops)
@@ -87,7 +89,8 @@ class Square(torch.autograd.Function):
 
 def test_custom_function_and_tied_weights():
     class Tied(nn.Module):
-        def __init__(self): super().__init__(); self.a,self.b,self.head = nn.Linear(6, 6),nn.Linear(6, 6),nn.Linear(6, 3); self.b.weight = self.a.weight
+        def __init__(self):
+            super().__init__(); self.a,self.b,self.head = nn.Linear(6, 6),nn.Linear(6, 6),nn.Linear(6, 3); self.b.weight = self.a.weight
         def forward(self, x):
             h,(y,) = self.a(x),(self.b(Square.apply(x)),)
             return self.head(F.dropout(h*Square.apply(y), .2, self.training))
@@ -95,12 +98,14 @@ def test_custom_function_and_tied_weights():
     before = {k: v.clone() for k,v in model.state_dict().items()}
     f = locate_fault(model, points, F.cross_entropy)
     assert f.phase == 'backward' and f.backend == 'xla' and f.path == '(the model itself)'
-    assert all(torch.equal(v, before[k]) for k,v in model.state_dict().items()) and all(p.grad is None for p in model.parameters()) and model.b.weight is model.a.weight
+    assert (all(torch.equal(v, before[k]) for k,v in model.state_dict().items())
+            and all(p.grad is None for p in model.parameters()) and model.b.weight is model.a.weight)
 
 def test_historic_crash():
     net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)).eval()
     with without_lowerings('batch_norm'): f = locate_fault(net, points, F.cross_entropy)
-    assert (f.path, f.operator, f.phase, f.backend) == ('1', 'aten.native_batch_norm_backward.default', 'backward', 'xla') and 'offset factor is 0' in str(f)
+    assert ((f.path, f.operator, f.phase, f.backend) == ('1', 'aten.native_batch_norm_backward.default', 'backward', 'xla')
+            and 'offset factor is 0' in str(f))
     assert not locate_fault(net, points, F.cross_entropy)
     with without_lowerings('batch_norm'): f = locate_fault(net.train(), points, F.cross_entropy)
     assert (f.path, f.table.tensor.iloc[0]) == ('1', 'running_var')   # torch_xla's biased variance
@@ -108,7 +113,8 @@ def test_historic_crash():
 def test_gradient_that_is_zero():
     "A bias before a BatchNorm, and a residual branch that begins at zero"
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(inplace=True), ResBlock(1, 8, 8), nn.AdaptiveAvgPool2d(1), Flatten(), nn.Linear(8, 3))
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(inplace=True),
+                        ResBlock(1, 8, 8), nn.AdaptiveAvgPool2d(1), Flatten(), nn.Linear(8, 3))
     assert not locate_fault(net, (torch.randn(8, 3, 16, 16), torch.arange(8) % 3), F.cross_entropy)
 
 @pytest.mark.parametrize('xla', [False, True])
@@ -127,7 +133,9 @@ def test_learner(xla):
 def test_language_model():
     df = pd.DataFrame(dict(text=[' '.join(random.Random(i).choices('the cat sat on a mat and ate rice'.split(), k=30)) for i in range(40)]))
     dls = TextDataLoaders.from_df(df, text_col='text', is_lm=True, bs=4, seq_len=8, num_workers=0)
-    learn = language_model_learner(dls, AWD_LSTM, pretrained=False, config=dict(emb_sz=12, n_hid=16, n_layers=2, pad_token=1, bidir=False, output_p=.1, hidden_p=.1, input_p=.1, embed_p=.1, weight_p=.1, tie_weights=True, out_bias=True))
+    learn = language_model_learner(dls, AWD_LSTM, pretrained=False,
+                                   config=dict(emb_sz=12, n_hid=16, n_layers=2, pad_token=1, bidir=False, output_p=.1,
+                                               hidden_p=.1, input_p=.1, embed_p=.1, weight_p=.1, tie_weights=True, out_bias=True))
     assert not locate_fault(learn)
     plant(learn.model[0].rnns[1].module, 'xla', 1e-3, 'backward')
     f = locate_fault(learn)

@@ -22,9 +22,11 @@ def error(a, e): return ((a.double()-e.double()).abs().max()/e.double().abs().ma
 
 # Batch normalisation
 
-shapes = {'1d': (nn.BatchNorm1d, (6,5)), '1d3': (nn.BatchNorm1d, (6,5,7)), '2d': (nn.BatchNorm2d, (4,5,3,3)), '3d': (nn.BatchNorm3d, (4,5,2,3,3))}
+shapes = {'1d': (nn.BatchNorm1d, (6,5)), '1d3': (nn.BatchNorm1d, (6,5,7)),
+          '2d': (nn.BatchNorm2d, (4,5,3,3)), '3d': (nn.BatchNorm3d, (4,5,2,3,3))}
 precisions = dict(fp32=(torch.float32, False), bf16=(torch.bfloat16, False), half=(torch.float16, False), autocast=(torch.float32, True))
-bn_grid = list(itertools.product(shapes, (True, False), ('train', 'eval', 'frozen', 'untracked_train', 'untracked_eval', 'cumulative'), precisions))
+bn_grid = list(itertools.product(shapes, (True, False),
+                                 ('train', 'eval', 'frozen', 'untracked_train', 'untracked_eval', 'cumulative'), precisions))
 
 def make_bn(dims, affine, mode):
     torch.manual_seed(0)
@@ -124,7 +126,8 @@ def test_batch_norm_second_derivatives(dims, train, affine):
 def test_batch_norm_legit():
     x,w = torch.randn(4, 5, 3, 3),torch.rand(5)
     op,none = torch.ops.aten._native_batch_norm_legit,torch.ops.aten._native_batch_norm_legit.no_stats
-    for f in (lambda x, w: none(x, w, w, True, .1, 1e-5)[0], lambda x, w: op(x, w, w, w.clone(), w.clone(), True, .1, 1e-5)[0], lambda x, w: op(x, w, w, w.clone(), w.clone(), False, .1, 1e-5)[0]):
+    for f in (lambda x, w: none(x, w, w, True, .1, 1e-5)[0], lambda x, w: op(x, w, w, w.clone(), w.clone(), True, .1, 1e-5)[0],
+              lambda x, w: op(x, w, w, w.clone(), w.clone(), False, .1, 1e-5)[0]):
         assert error(f(x.to(dev), w.to(dev)).cpu(), f(x.double(), w.double())) < 1e-6
 
 def test_batch_norm_one_graph():
@@ -142,8 +145,12 @@ def test_without_gradients(ctx):
     "Parameters made outside of the mode, as in every validation. (In inference mode torch_xla cannot take a view of such a tensor: nothing here does)"
     torch.manual_seed(0)
     x = torch.randn(4, 5, 4, 4)
-    fs = dict(bn_eval=make_bn('2d', True, 'eval'), bn_train=make_bn('2d', True, 'train'), grid=lambda x: F.grid_sample(x, F.affine_grid(torch.eye(2, 3).expand(4, 2, 3), (4,5,3,3), align_corners=False).to(x), align_corners=False),
-        solve=lambda x: torch.linalg.solve(x, x), inv=torch.inverse, det=torch.det, resize=lambda x: F.interpolate(x, scale_factor=1.7, mode='bicubic'), nearest=lambda x: F.interpolate(x, scale_factor=2), glu=F.glu, huber=lambda x: F.huber_loss(x, x*2))
+    fs = dict(bn_eval=make_bn('2d', True, 'eval'), bn_train=make_bn('2d', True, 'train'),
+        grid=lambda x: F.grid_sample(x, F.affine_grid(torch.eye(2, 3).expand(4, 2, 3), (4,5,3,3), align_corners=False).to(x),
+                                     align_corners=False),
+        solve=lambda x: torch.linalg.solve(x, x), inv=torch.inverse, det=torch.det,
+        resize=lambda x: F.interpolate(x, scale_factor=1.7, mode='bicubic'),
+        nearest=lambda x: F.interpolate(x, scale_factor=2), glu=F.glu, huber=lambda x: F.huber_loss(x, x*2))
     for n,f in fs.items():
         move = (lambda *args: deepcopy(f).to(*args)) if isinstance(f, nn.Module) else lambda *args: f
         ours,exact,xd = move(dev),move(torch.float64),x.to(dev)
@@ -164,7 +171,8 @@ def test_grid_sample(shape, out):
     torch.manual_seed(0)
     x,grid = torch.randn(shape),torch.rand(shape[0], *out, len(out))*4-2
     modes = [k for k in grid_modes if len(out) == 2 or k[0] != 'bicubic']
-    with count_xla() as c: actual = fetch([grid_results(x.to(dev), grid.to(dev), mode=m, padding_mode=p, align_corners=a) for m,p,a in modes])
+    with count_xla() as c:
+        actual = fetch([grid_results(x.to(dev), grid.to(dev), mode=m, padding_mode=p, align_corners=a) for m,p,a in modes])
     assert not c.fallbacks
     for (m,p,a),ac in zip(modes, actual):
         expected = grid_results(x.double(), grid.double(), mode=m, padding_mode=p, align_corners=a)

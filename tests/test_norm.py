@@ -123,7 +123,8 @@ def run_both(m, shape, dev='cpu', n=9, scales=(1, 2.5), seed=0):
     return ref
 
 @pytest.mark.parametrize('dev', ['cpu', 'xla'])
-@pytest.mark.parametrize('cls,shape', [(RunningBatchNorm1d, (6, 5)), (RunningBatchNorm1d, (4, 5, 7)), (RunningBatchNorm2d, (3, 5, 4, 6)), (RunningBatchNorm3d, (3, 2, 3, 4, 2)), (RunningBatchNorm, (4, 3, 2, 2, 2, 2))])
+@pytest.mark.parametrize('cls,shape', [(RunningBatchNorm1d, (6, 5)), (RunningBatchNorm1d, (4, 5, 7)), (RunningBatchNorm2d, (3, 5, 4, 6)),
+                                       (RunningBatchNorm3d, (3, 2, 3, 4, 2)), (RunningBatchNorm, (4, 3, 2, 2, 2, 2))])
 def test_float64(cls, shape, dev):
     run_both(cls(shape[1]), shape, device() if dev == 'xla' else dev, n=5 if dev == 'xla' else 9)
 
@@ -181,7 +182,8 @@ def test_dense_net_learns_from_single_samples():
     torch.manual_seed(0)
     x = torch.randn(512, 8)
     y = (x[:,:2].prod(1) > 0).long()
-    m = nn.Sequential(nn.Linear(8, 64), RunningBatchNorm1d(64), nn.ReLU(), nn.Linear(64, 32), RunningBatchNorm1d(32), nn.ReLU(), nn.Linear(32, 2))
+    m = nn.Sequential(nn.Linear(8, 64), RunningBatchNorm1d(64), nn.ReLU(),
+                      nn.Linear(64, 32), RunningBatchNorm1d(32), nn.ReLU(), nn.Linear(32, 2))
     opt = torch.optim.SGD(m.parameters(), lr=.02)
     for i in torch.cat([torch.randperm(512) for _ in range(6)]):
         F.cross_entropy(m(x[i][None]), y[i][None]).backward()
@@ -233,7 +235,9 @@ def digits(size=16):
     x = (x-x.mean())/x.std()
     return x[i[:1400]],y[i[:1400]],x[i[1400:]],y[i[1400:]]
 
-def net(norm): return nn.Sequential(*[nn.Sequential(nn.Conv2d(i, o, 3, s, 1, bias=False), norm(o), nn.ReLU()) for i,o,s in ((1, 16, 1), (16, 32, 2), (32, 64, 2))], nn.AdaptiveAvgPool2d(1), Flatten(), nn.Linear(64, 10))
+def net(norm):
+    return nn.Sequential(*[nn.Sequential(nn.Conv2d(i, o, 3, s, 1, bias=False), norm(o), nn.ReLU())
+                           for i,o,s in ((1, 16, 1), (16, 32, 2), (32, 64, 2))], nn.AdaptiveAvgPool2d(1), Flatten(), nn.Linear(64, 10))
 
 def train(norm, bs, lr, steps, seed=0):
     "Accuracy, largest weight"
@@ -253,7 +257,8 @@ def train(norm, bs, lr, steps, seed=0):
     return (out.argmax(1) == yv).float().mean().item() if out.isfinite().all() else math.nan,max(p.abs().max().item() for p in ps)
 
 def test_skipping_keeps_weights_bounded():
-    old,new = [[train(c, 8, .8, 350, seed=s) for s in range(2)] for c in (partial(Thread, skip=10), partial(RunningBatchNorm2d, update_every=10))]
+    old,new = [[train(c, 8, .8, 350, seed=s) for s in range(2)]
+               for c in (partial(Thread, skip=10), partial(RunningBatchNorm2d, update_every=10))]
     for (a,w),(a1,w1) in zip(old, new): assert not a > .82 and not w < 3 and a1 > .85 and w1 < 2.8, (old, new)
 
 @pytest.mark.parametrize('bs,lr,update_every', [(2, .4, 1), (2, .4, 10), (4, .4, 4), (8, .4, 4), (64, .4, 10)])
@@ -292,7 +297,8 @@ def test_lesson10_cuts_the_step():
 
 @pytest.mark.parametrize('update_every', [1, 4])
 def test_one_execution_per_step(update_every):
-    costs = xla_costs(partial(RunningBatchNorm2d, 4, update_every=update_every, warmup=16), size=6+update_every)   # a size of its own: no graph is known yet
+    # a size of its own: no graph is known yet
+    costs = xla_costs(partial(RunningBatchNorm2d, 4, update_every=update_every, warmup=16), size=6+update_every)
     test_eq([c.executions for c in costs], [1]*12)
     test_eq(sum(c.to_host+c.n_fallbacks for c in costs), 0)
     assert sum(c.compiles for c in costs) == (1 if update_every == 1 else 2), costs
@@ -512,7 +518,8 @@ def test_group():
     m,x = convert_norm(trained(nn.BatchNorm2d(6)), 'group', verbose=False),torch.randn(4, 6, 4, 4)
     test_eq((m[1].num_groups, m[1].affine), (3, True))
     close(m(x), F.group_norm(m[0](x), 3, m[1].weight, m[1].bias).detach())
-    for nf,g in ((64, 32), (32, 16), (1, 1), (7, 1), (96, 32), (48, 24)): test_eq(convert_norm(nn.BatchNorm1d(nf), 'group', verbose=False).num_groups, g)
+    for nf,g in ((64, 32), (32, 16), (1, 1), (7, 1), (96, 32), (48, 24)):
+        test_eq(convert_norm(nn.BatchNorm1d(nf), 'group', verbose=False).num_groups, g)
     test_eq(convert_norm(nn.BatchNorm2d(64), 'group', groups=8, verbose=False).num_groups, 8)
 
 @pytest.mark.parametrize('to', ['batch', 'running', 'group', 'frozen'])
@@ -532,7 +539,8 @@ def test_shared_layer_stays_shared():
     assert m['a'] is m['b'][0] and isinstance(m['a'], RunningBatchNorm2d)
 
 def test_report(capsys):
-    m = nn.Sequential(nn.BatchNorm2d(6), nn.GroupNorm(2, 6), nn.LayerNorm(3), nn.InstanceNorm2d(6), nn.BatchNorm2d(6, track_running_stats=False))
+    m = nn.Sequential(nn.BatchNorm2d(6), nn.GroupNorm(2, 6), nn.LayerNorm(3),
+                      nn.InstanceNorm2d(6), nn.BatchNorm2d(6, track_running_stats=False))
     convert_norm(m, 'frozen')
     lines = capsys.readouterr().out.splitlines()
     test_eq([('left' in l) for l in lines], [False, True, True, True, True])
@@ -544,7 +552,8 @@ def test_report(capsys):
     assert 'already' in capsys.readouterr().out
 
 def test_never_silent():
-    for model,to,msg in ((nn.Linear(2, 2), 'running', 'no norm layer'), (nn.LayerNorm(2), 'batch', 'LayerNorm'), (nn.GroupNorm(1, 2), 'frozen', 'no norm layer'), (nn.BatchNorm1d(2), 'Running', 'no such kind')):
+    for model,to,msg in ((nn.Linear(2, 2), 'running', 'no norm layer'), (nn.LayerNorm(2), 'batch', 'LayerNorm'),
+                         (nn.GroupNorm(1, 2), 'frozen', 'no norm layer'), (nn.BatchNorm1d(2), 'Running', 'no such kind')):
         with pytest.raises(ValueError, match=msg): convert_norm(model, to)
     with pytest.raises(TypeError, match='update_every'): convert_norm(nn.BatchNorm1d(2), 'group', update_every=2)
     with pytest.raises(ValueError, match='update_every=0'): RunningBatchNorm(2, update_every=0)
@@ -566,7 +575,9 @@ def test_freeze_bn(dev):
 # fastai
 
 def test_norm_type():
-    for d in (1, 2, 3): test_eq(type(ConvLayer(2, 4, ndim=d, norm_type=NormType.Running)[1]), [RunningBatchNorm1d, RunningBatchNorm2d, RunningBatchNorm3d][d-1])
+    for d in (1, 2, 3):
+        test_eq(type(ConvLayer(2, 4, ndim=d, norm_type=NormType.Running)[1]),
+                [RunningBatchNorm1d, RunningBatchNorm2d, RunningBatchNorm3d][d-1])
     torch.manual_seed(0); a = ConvLayer(2, 4, norm_type=NormType.RunningZero, bn_1st=False)
     torch.manual_seed(0); b = ConvLayer(2, 4, norm_type=NormType.BatchZero, bn_1st=False)
     assert torch.equal(a[0].weight, b[0].weight) and a[0].bias is None and isinstance(a[2], RunningBatchNorm2d) and not a[2].weight.any()

@@ -15,5 +15,6 @@ run = "import sys; from nbdev.test import nbdev_test; nbdev_test.__wrapped__(*sy
 @pytest.mark.parametrize('nb', sorted(nbglob(nbs, as_path=True)), ids=lambda o: str(o.relative_to(nbs)))
 def test_notebook(nb):
     env = {k: v for k,v in os.environ.items() if k != 'XLA_FLAGS'}   # which other tests set; notebooks run as users run them
-    res = subprocess.run([sys.executable, '-c', run, str(nb), os.environ.get('NB_FLAGS', '')], cwd=root, env=env, capture_output=True, text=True)
+    res = subprocess.run([sys.executable, '-c', run, str(nb), os.environ.get('NB_FLAGS', '')],
+                         cwd=root, env=env, capture_output=True, text=True)
     assert res.returncode == 0, f'{res.stdout}\n{res.stderr}'

@@ -11,17 +11,21 @@ from fastai_xla.cli import digits_path, digits_dls, digits_model
 @pytest.fixture(scope='module')
 def digits(tmp_path_factory): return digits_path(tmp_path_factory.mktemp('digits'))
 
-def convnet(digits, **kwargs): return Learner(digits_dls(digits), digits_model(), loss_func=CrossEntropyLossFlat(), metrics=[accuracy, F1Score(average='macro')], **kwargs)
+def convnet(digits, **kwargs):
+    return Learner(digits_dls(digits), digits_model(), loss_func=CrossEntropyLossFlat(),
+                   metrics=[accuracy, F1Score(average='macro')], **kwargs)
 
 def people():
     g = np.random.default_rng(0)
     n = 1600
-    df = pd.DataFrame(dict(job=g.choice(['a','b','c','d'], n), town=g.choice(['x','y','z'], n), age=g.normal(40, 10, n), pay=g.normal(0, 1, n)))
+    df = pd.DataFrame(dict(job=g.choice(['a','b','c','d'], n), town=g.choice(['x','y','z'], n),
+                           age=g.normal(40, 10, n), pay=g.normal(0, 1, n)))
     df['rich'] = np.where(df.pay + (df.job == 'a') + .02*df.age + g.normal(0, .5, n) > 1., 'yes', 'no')
     return df
 
 def tabular(_, **kwargs):
-    dls = TabularDataLoaders.from_df(people(), procs=[Categorify, FillMissing, Normalize], cat_names=['job','town'], cont_names=['age','pay'], y_names='rich', valid_idx=list(range(320)), bs=64, num_workers=0)
+    dls = TabularDataLoaders.from_df(people(), procs=[Categorify, FillMissing, Normalize], cat_names=['job','town'],
+                                     cont_names=['age','pay'], y_names='rich', valid_idx=list(range(320)), bs=64, num_workers=0)
     return tabular_learner(dls, layers=[50,20], metrics=accuracy, **kwargs)
 
 def ratings(n=1600):
@@ -58,7 +62,8 @@ def test_parity(make, kwargs, digits):
     a,b = run(make, digits, False, **kwargs),run(make, digits, True, **kwargs)
     ra,rb = a.recorder,b.recorder
     for x,y in zip(ra.losses[:20], rb.losses[:20]): assert abs(x-y) <= 1e-4*abs(x)
-    assert len(ra.losses) == len(rb.losses) and all(type(x) is type(y) and x.device == y.device and x.shape == y.shape for x,y in zip(ra.losses, rb.losses))
+    assert len(ra.losses) == len(rb.losses) and all(type(x) is type(y) and x.device == y.device and x.shape == y.shape
+                                                    for x,y in zip(ra.losses, rb.losses))
     assert ra.lrs == rb.lrs and ra.iters == rb.iters and ra.metric_names == rb.metric_names
     assert [list(map(type, v)) for v in ra.values] == [list(map(type, v)) for v in rb.values]
     n = len(a.dls.valid_ds)

@@ -74,13 +74,19 @@ def with_partial():
     loss = partial(F.cross_entropy, label_smoothing=.1)
     return loss,lambda _: loss.keywords.update(label_smoothing=.4)
 
-reads = dict(global_number=(lambda: learner(lambda p,y: ce(p, y)*alpha), set_alpha), namespace=(lambda: learner(lambda p,y: ce(p, y)*cfg.gamma), lambda _: setattr(cfg, 'gamma', .3)),
-    dictionary=(lambda: learner(lambda p,y: ce(p, y)*table['delta']), lambda _: table.update(delta=.3)), class_attribute=(lambda: learner(lambda p,y: ce(p, y)*Conf.eps), lambda _: setattr(Conf, 'eps', .3)),
-    slot=(lambda: learner(lambda p,y: ce(p, y)*slots.zeta), lambda _: setattr(slots, 'zeta', .3)), host_tensor=(lambda: learner(lambda p,y: F.cross_entropy(p, y, weight=weights.to(p.device))), set_weights),
+reads = dict(global_number=(lambda: learner(lambda p,y: ce(p, y)*alpha), set_alpha),
+    namespace=(lambda: learner(lambda p,y: ce(p, y)*cfg.gamma), lambda _: setattr(cfg, 'gamma', .3)),
+    dictionary=(lambda: learner(lambda p,y: ce(p, y)*table['delta']), lambda _: table.update(delta=.3)),
+    class_attribute=(lambda: learner(lambda p,y: ce(p, y)*Conf.eps), lambda _: setattr(Conf, 'eps', .3)),
+    slot=(lambda: learner(lambda p,y: ce(p, y)*slots.zeta), lambda _: setattr(slots, 'zeta', .3)),
+    host_tensor=(lambda: learner(lambda p,y: F.cross_entropy(p, y, weight=weights.to(p.device))), set_weights),
     host_tensor_in_place=(lambda: learner(lambda p,y: F.cross_entropy(p, y, weight=weights.to(p.device))), lambda _: weights.mul_(.5)),
-    array=(lambda: learner(lambda p,y: ce(p, y)*scales[0]), lambda _: scales.fill(.3)), functions=(lambda: learner(lambda p,y: funcs[0](ce(p, y))), lambda _: funcs.__setitem__(0, torch.sqrt)),
-    redefined=(lambda: learner(lambda p,y: act(ce(p, y))), set_act), patched=(lambda: learner(ce, Scaled()), patch_forward), model_settings=(lambda: learner(ce, Scaled()), lambda l: setattr(l.model[-1].cfg, 'scale', .3)),
-    metric=(lambda: learner(metrics=lambda p,y: (p.softmax(1).max(1).values > alpha-.7).float().mean()), set_alpha)) | {f.__name__: f for f in (closure, attribute, weighted, with_partial)}
+    array=(lambda: learner(lambda p,y: ce(p, y)*scales[0]), lambda _: scales.fill(.3)),
+    functions=(lambda: learner(lambda p,y: funcs[0](ce(p, y))), lambda _: funcs.__setitem__(0, torch.sqrt)),
+    redefined=(lambda: learner(lambda p,y: act(ce(p, y))), set_act), patched=(lambda: learner(ce, Scaled()), patch_forward),
+    model_settings=(lambda: learner(ce, Scaled()), lambda l: setattr(l.model[-1].cfg, 'scale', .3)),
+    metric=(lambda: learner(metrics=lambda p,y: (p.softmax(1).max(1).values > alpha-.7).float().mean()), set_alpha)) | {
+        f.__name__: f for f in (closure, attribute, weighted, with_partial)}
 
 def story(name):
     if callable(reads[name]):
@@ -160,9 +166,14 @@ def hooked(f):
     f(learn.model)
     return learn
 
-done = dict(class_number=(lambda: learner(ce, Counted()), lambda: Counted.n, True), backward=(lambda: learner(ce, Layer(Function.apply)), lambda: count.n, False), hook=(lambda: hooked(lambda m: m[0].register_forward_hook(Hook())), lambda: count.n, True),
-    gradient_hook=(lambda: hooked(lambda m: next(m.parameters()).register_hook(Hook())), lambda: count.n, False), backward_hook=(lambda: hooked(lambda m: m[0].register_full_backward_hook(Hook())), lambda: count.n, False),
-    writer=(lambda: learner(cbs=Writes()), lambda: stream.getvalue().count('1'), True), queue=(lambda: learner(cbs=Queues()), lambda: len(queue), True), array=(lambda: learner(cbs=Arrays()), lambda: array[0], True), namespace=(lambda: learner(cbs=Nested()), lambda: count.n, True))
+done = dict(class_number=(lambda: learner(ce, Counted()), lambda: Counted.n, True),
+    backward=(lambda: learner(ce, Layer(Function.apply)), lambda: count.n, False),
+    hook=(lambda: hooked(lambda m: m[0].register_forward_hook(Hook())), lambda: count.n, True),
+    gradient_hook=(lambda: hooked(lambda m: next(m.parameters()).register_hook(Hook())), lambda: count.n, False),
+    backward_hook=(lambda: hooked(lambda m: m[0].register_full_backward_hook(Hook())), lambda: count.n, False),
+    writer=(lambda: learner(cbs=Writes()), lambda: stream.getvalue().count('1'), True),
+    queue=(lambda: learner(cbs=Queues()), lambda: len(queue), True), array=(lambda: learner(cbs=Arrays()), lambda: array[0], True),
+    namespace=(lambda: learner(cbs=Nested()), lambda: count.n, True))
 
 @pytest.mark.parametrize('name', done)
 def test_done(name):
@@ -220,7 +231,10 @@ def test_alias(alias, when):
         if when == 'between': learn.fit(1, 1e-2)
         held = alias(learn)
         learn.fit(2, 1e-2)
-        for a,b in zip(fetch(list(held.values())), fetch([learn.model.state_dict()[k] if isinstance(k, str) else list(learn.model.parameters())[k].detach() for k in held])): assert torch.equal(a, b)
+        for a,b in zip(fetch(list(held.values())),
+                       fetch([learn.model.state_dict()[k] if isinstance(k, str)
+                              else list(learn.model.parameters())[k].detach() for k in held])):
+            assert torch.equal(a, b)
     learn,_ = compare(learner, fits)
     assert any('alias' in why for why in learn.xla_opt.replay.why)
 

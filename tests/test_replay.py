@@ -19,7 +19,8 @@ def leaves(o):
 
 def left_behind(learn):
     state = [learn.opt.state[p] for p in learn.model.parameters()] if hasattr(learn.opt, 'all_params') else []
-    return leaves(fetch([list(learn.model.state_dict().values()), state, learn.recorder.losses, list(learn.recorder.values), learn.recorder.lrs, rng_state()]))
+    return leaves(fetch([list(learn.model.state_dict().values()), state, learn.recorder.losses,
+                         list(learn.recorder.values), learn.recorder.lrs, rng_state()]))
 
 def run(make, fit, replay):
     set_seed(0)
@@ -60,11 +61,15 @@ def normalised(): return image_learner(image_dls(after_batch=[Normalize.from_sta
 def with_cbs(*cbs): return lambda: image_learner(cbs=[cb() for cb in cbs])
 def with_opt(opt): return lambda: image_learner(opt_func=opt)
 
-opts = dict(sgd=SGD, momentum=partial(SGD, mom=.9), rmsprop=partial(RMSProp, mom=.9), adam=Adam, radam=RAdam, qhadam=QHAdam, lamb=Lamb, ranger=ranger,
-    torch_adam=partial(OptimWrapper, opt=torch.optim.Adam), torch_radam=partial(OptimWrapper, opt=torch.optim.RAdam), torch_rmsprop=partial(OptimWrapper, opt=torch.optim.RMSprop, momentum=.9))
+opts = dict(sgd=SGD, momentum=partial(SGD, mom=.9), rmsprop=partial(RMSProp, mom=.9),
+    adam=Adam, radam=RAdam, qhadam=QHAdam, lamb=Lamb, ranger=ranger,
+    torch_adam=partial(OptimWrapper, opt=torch.optim.Adam), torch_radam=partial(OptimWrapper, opt=torch.optim.RAdam),
+    torch_rmsprop=partial(OptimWrapper, opt=torch.optim.RMSprop, momentum=.9))
 stories = {n: (with_opt(o), one_cycle) for n,o in opts.items()} | dict(
-    clip=(with_cbs(partial(GradientClip, .1)), one_cycle), accumulate=(with_cbs(partial(GradientAccumulation, 32)), one_cycle), mixup=(with_cbs(MixUp), one_cycle), bf16=(lambda: image_learner().to_bf16(), one_cycle),
-    smaller_batch=(lambda: image_learner(image_dls(n=120)), one_cycle), normalise=(normalised, one_cycle), in_place=(in_place, one_cycle), freeze=(image_learner, freezes), running=(partial(running, 1), one_cycle), skipping=(partial(running, 3), one_cycle))
+    clip=(with_cbs(partial(GradientClip, .1)), one_cycle), accumulate=(with_cbs(partial(GradientAccumulation, 32)), one_cycle),
+    mixup=(with_cbs(MixUp), one_cycle), bf16=(lambda: image_learner().to_bf16(), one_cycle),
+    smaller_batch=(lambda: image_learner(image_dls(n=120)), one_cycle), normalise=(normalised, one_cycle), in_place=(in_place, one_cycle),
+    freeze=(image_learner, freezes), running=(partial(running, 1), one_cycle), skipping=(partial(running, 3), one_cycle))
 
 @pytest.mark.parametrize('name', stories)
 def test_same_as_plain(name):
@@ -72,7 +77,8 @@ def test_same_as_plain(name):
     assert not learn.xla_opt.replay.why, learn.xla_opt.replay.why
     assert n_runs(learn) % len(probe.rows) == 0 and n_runs(learn) > 0   # the probe has the last fit
 
-@pytest.mark.parametrize('opt', [partial(torch.optim.Adagrad, lr_decay=.1), torch.optim.Adadelta, torch.optim.Adamax], ids=['adagrad', 'adadelta', 'adamax'])
+@pytest.mark.parametrize('opt', [partial(torch.optim.Adagrad, lr_decay=.1), torch.optim.Adadelta, torch.optim.Adamax],
+                         ids=['adagrad', 'adadelta', 'adamax'])
 def test_counts_on_the_host(opt):
     "torch's optimizers count their steps in tensors on the host"
     learn,probe = compare(with_opt(partial(OptimWrapper, opt=opt)), lambda l: l.fit(2, 1e-2))
@@ -153,14 +159,18 @@ def annealed_hidden():
     hidden.scale = 1.
     return image_learner(cbs=[AnnealsHidden()], loss_func=hidden_loss)
 
-@pytest.mark.parametrize('name,make,why', [('a log', with_cbs(Logs), r'Logs.after_loss \(line \d+\) changes a list'), ('a read', with_cbs(Reads), 'value of a tensor is read'),
-    ('host randomness', with_cbs(Draws), 'random numbers on the host'), ('a changing number', annealed, 'scale.*has another value'), ('a hidden number', annealed_hidden, 'constant of the graph changes')])
+@pytest.mark.parametrize('name,make,why', [('a log', with_cbs(Logs), r'Logs.after_loss \(line \d+\) changes a list'),
+    ('a read', with_cbs(Reads), 'value of a tensor is read'),
+    ('host randomness', with_cbs(Draws), 'random numbers on the host'), ('a changing number', annealed, 'scale.*has another value'),
+    ('a hidden number', annealed_hidden, 'constant of the graph changes')])
 def test_not_replayed(name, make, why):
     "What a recording would freeze or leave out is stepped plainly, with the reason"
     log.clear()
     learn,probe = compare(make)
     assert any(re.search(why, w) for w in learn.xla_opt.replay.why), learn.xla_opt.replay.why
-    assert sum(c.traced for t,_,c in probe.rows if t) <= 6 and sum(c.traced for t,_,c in probe.rows if not t) <= 4 + (name == 'a changing number')   # then it is given up: that one at the third value
+    # then it is given up: that one at the third value
+    assert (sum(c.traced for t,_,c in probe.rows if t) <= 6
+            and sum(c.traced for t,_,c in probe.rows if not t) <= 4 + (name == 'a changing number'))
     if name == 'a log': assert len(log) == 2*len(probe.rows)
 
 def test_counts_at_every_batch():

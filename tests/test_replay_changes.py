@@ -15,9 +15,12 @@ from fastai_xla.capture.step import Numbers, Recording, Trace
 from fastai_xla.replay import Watch
 from fastai_xla.runtime import device, fetch, manual_seed, sync
 
-def net(p=.3): return nn.Sequential(nn.Sequential(nn.Conv2d(1, 4, 3, 2, 1), nn.BatchNorm2d(4), nn.ReLU()), nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(p), nn.Linear(4, 4)))
+def net(p=.3):
+    return nn.Sequential(nn.Sequential(nn.Conv2d(1, 4, 3, 2, 1), nn.BatchNorm2d(4), nn.ReLU()),
+                         nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(p), nn.Linear(4, 4)))
 def dls(n=40, tfms=None, size=8): return image_dls(n, 16, 8, size=size, after_batch=tfms)   # 5 and 2 batches
-def learner(dls_=None, **kwargs): return Learner(dls_ or dls(), net(), **(dict(loss_func=CrossEntropyLossFlat(), metrics=accuracy, splitter=params_of) | kwargs))
+def learner(dls_=None, **kwargs):
+    return Learner(dls_ or dls(), net(), **(dict(loss_func=CrossEntropyLossFlat(), metrics=accuracy, splitter=params_of) | kwargs))
 
 @contextmanager
 def counting(counts):
@@ -27,7 +30,9 @@ def counting(counts):
             counts[k] += 1
             return f(self, *args, **kwargs)
         return g
-    with mocked.object(Recording, 'run', counted(Recording.run, 'replayed')), mocked.object(Learner, 'one_batch', counted(Learner.one_batch, 'batches')): yield
+    with mocked.object(Recording, 'run',
+                       counted(Recording.run, 'replayed')), mocked.object(Learner, 'one_batch', counted(Learner.one_batch, 'batches')):
+        yield
 
 def run(make, story, replay):
     "What the story leaves behind in its learner, and in what it returns (learners and other things)"
@@ -95,8 +100,10 @@ def unfreezes(l): l.unfreeze()
 def bn_eval(l): bn(l).eval()
 def bn_train(l): bn(l).train()
 
-flags = stories(freeze=between(freezes, unfreezes), freeze_during=during(freezes, unfreezes), freeze_before_batch=during(freezes, unfreezes, 'before_batch'), freeze_within=during(freezes, unfreezes, 'after_step'),
-    layer_eval=during(bn_eval, bn_train), layer_eval_before_batch=during(bn_eval, bn_train, 'before_batch'), requires_grad=between(lambda l: last(l).bias.requires_grad_(False), lambda l: last(l).bias.requires_grad_(True)),
+flags = stories(freeze=between(freezes, unfreezes), freeze_during=during(freezes, unfreezes),
+    freeze_before_batch=during(freezes, unfreezes, 'before_batch'), freeze_within=during(freezes, unfreezes, 'after_step'),
+    layer_eval=during(bn_eval, bn_train), layer_eval_before_batch=during(bn_eval, bn_train, 'before_batch'),
+    requires_grad=between(lambda l: last(l).bias.requires_grad_(False), lambda l: last(l).bias.requires_grad_(True)),
     requires_grad_during=during(lambda l: conv(l).weight.requires_grad_(False), lambda l: conv(l).weight.requires_grad_(True)))
 
 # Attributes of layers
@@ -114,12 +121,18 @@ def times_learner():
     return learn
 def times(learn): return learn.model[0].times
 
-attrs = stories(dropout_p=between(setter(drop, p=.6), setter(drop, p=.1)), dropout_during=during(setter(drop, p=.6)), dropout_off=between(setter(drop, p=0.)), bn_momentum=between(setter(bn, momentum=.3)), bn_eps=during(setter(bn, eps=1e-2)),
-    stride=between(setter(conv, stride=(1,1), padding=(0,0))), padding=during(setter(conv, padding=(0,0))), submodule=between(lambda l: setattr(l.model[1], '2', nn.Dropout(.6))), submodule_during=during(lambda l: setattr(l.model[1], '2', nn.Dropout(.6))),
-    appended=between(lambda l: l.model[0].append(nn.Dropout(.6))), forward=between(lambda l: setattr(last(l), 'forward', lambda x: F.linear(x, last(l).weight))),
+attrs = stories(dropout_p=between(setter(drop, p=.6), setter(drop, p=.1)), dropout_during=during(setter(drop, p=.6)),
+    dropout_off=between(setter(drop, p=0.)), bn_momentum=between(setter(bn, momentum=.3)), bn_eps=during(setter(bn, eps=1e-2)),
+    stride=between(setter(conv, stride=(1,1), padding=(0,0))), padding=during(setter(conv, padding=(0,0))),
+    submodule=between(lambda l: setattr(l.model[1], '2', nn.Dropout(.6))),
+    submodule_during=during(lambda l: setattr(l.model[1], '2', nn.Dropout(.6))),
+    appended=between(lambda l: l.model[0].append(nn.Dropout(.6))),
+    forward=between(lambda l: setattr(last(l), 'forward', lambda x: F.linear(x, last(l).weight))),
     bn_replaced=between(lambda l: setattr(l.model[0], '1', nn.Identity())))
-times_attrs = stories(number=between(setter(times, by=.5)), a_list=between(lambda l: times(l).bys.__setitem__(0, .5)), a_dict=between(lambda l: times(l).table.update(a=.5)), function=between(setter(times, f=torch.sigmoid)),
-    new_attr=between(setter(times, more=.5)), constant=between(lambda l: setattr(times(l), 'const', torch.tensor(.5))), constant_in_place=between(lambda l: times(l).const.mul_(.5)), as_int=between(setter(times, by=2)),
+times_attrs = stories(number=between(setter(times, by=.5)), a_list=between(lambda l: times(l).bys.__setitem__(0, .5)),
+    a_dict=between(lambda l: times(l).table.update(a=.5)), function=between(setter(times, f=torch.sigmoid)),
+    new_attr=between(setter(times, more=.5)), constant=between(lambda l: setattr(times(l), 'const', torch.tensor(.5))),
+    constant_in_place=between(lambda l: times(l).const.mul_(.5)), as_int=between(setter(times, by=2)),
     function_during=during(setter(times, f=torch.sigmoid)), list_during=during(lambda l: setattr(times(l), 'bys', [.5, 1.])))
 
 # Hooks
@@ -136,8 +149,12 @@ def halves(g): return g*.5
 def halves_grad(p): p.grad = p.grad*.5
 def weight(learn): return last(learn).weight
 
-hook_stories = {f'{n}_{k}': f(*args) for n,f in dict(between=between, during=during).items() for k,args in dict(forward=(hooked(conv, 'register_forward_hook', halves_out), unhook), pre=(hooked(last, 'register_forward_pre_hook', halves_in), unhook),
-    backward=(hooked(last, 'register_full_backward_hook', halves_grads), unhook), backward_pre=(hooked(last, 'register_full_backward_pre_hook', lambda m,g: (g[0]*.5,)), unhook), param=(hooked(weight, 'register_hook', halves), unhook),
+hook_stories = {f'{n}_{k}': f(*args) for n,f in dict(between=between, during=during).items()
+                for k,args in dict(forward=(hooked(conv, 'register_forward_hook', halves_out), unhook),
+                                   pre=(hooked(last, 'register_forward_pre_hook', halves_in), unhook),
+    backward=(hooked(last, 'register_full_backward_hook', halves_grads), unhook),
+    backward_pre=(hooked(last, 'register_full_backward_pre_hook', lambda m,g: (g[0]*.5,)), unhook),
+    param=(hooked(weight, 'register_hook', halves), unhook),
     post=(hooked(weight, 'register_post_accumulate_grad_hook', halves_grad), unhook)).items()}
 
 # Parameters and buffers
@@ -168,8 +185,12 @@ def loads_opt(l):
     l.fit(1, 1e-2)
     l.opt.load_state_dict(sd)
 
-params = stories(parameter=between(new_param), data=between(new_data, doubles), data_during=during(new_data), in_place=during(doubles, copies), in_place_before_batch=during(doubles, copies, 'before_batch'), in_place_within=during(doubles, copies, 'after_step'),
-    buffer=between(resets, new_buffer), buffer_during=during(resets, new_buffer), tied=between(ties), model=between(new_model, new_model), stale_grad=between(grads), stale_grad_during=during(grads), load_state_dict=between(loads_state), load_during=during(loads_state), load=between(saves, saves), load_opt=between(loads_opt))
+params = stories(parameter=between(new_param), data=between(new_data, doubles), data_during=during(new_data),
+    in_place=during(doubles, copies), in_place_before_batch=during(doubles, copies, 'before_batch'),
+    in_place_within=during(doubles, copies, 'after_step'),
+    buffer=between(resets, new_buffer), buffer_during=during(resets, new_buffer), tied=between(ties), model=between(new_model, new_model),
+    stale_grad=between(grads), stale_grad_during=during(grads), load_state_dict=between(loads_state),
+    load_during=during(loads_state), load=between(saves, saves), load_opt=between(loads_opt))
 
 # Optimizer
 
@@ -192,21 +213,31 @@ def changes_wd(l):
     for wd in (0, .1, .01, None): l.fit(1, 1e-2, wd=wd)
 def groups(l): l.opt.set_hyper('lr', [1e-3, 1e-2])
 
-optims = stories(nothing=between(noop, noop), create=between(*[new_opt]*3), reset=resets_opt, other=between(other_opt(SGD), other_opt(partial(SGD, mom=.9)), other_opt(Adam)), wd=changes_wd, wd_during=during(hyper('wd', .3), hyper('wd', 0.)), lr_during=during(hyper('lr', .1), groups), mom_during=during(hyper('mom', .5)), eps=between(lambda l: l.create_opt() or l.opt.set_hyper('eps', .1)),
-    lr_within=during(hyper('lr', .1), hyper('lr', .2), 'after_step'), lr_before_batch=during(hyper('lr', .1), hyper('lr', .2), 'before_batch'), lr_before_step=during(hyper('lr', .1), hyper('lr', .2), 'before_step'), do_wd=between(no_wd, wd_again, wd=.5), do_wd_during=lambda l: l.fit(2, 1e-2, wd=.5, cbs=[Does(no_wd, 1), Does(wd_again, 3)]), clear=between(clears), zeros=during(zeros), as_int=lambda l: seq(*[lambda l,lr=lr: l.fit(1, lr) for lr in (1, 1e-2)])(l))
+optims = stories(nothing=between(noop, noop), create=between(*[new_opt]*3), reset=resets_opt,
+    other=between(other_opt(SGD), other_opt(partial(SGD, mom=.9)), other_opt(Adam)), wd=changes_wd,
+    wd_during=during(hyper('wd', .3), hyper('wd', 0.)), lr_during=during(hyper('lr', .1), groups),
+    mom_during=during(hyper('mom', .5)), eps=between(lambda l: l.create_opt() or l.opt.set_hyper('eps', .1)),
+    lr_within=during(hyper('lr', .1), hyper('lr', .2), 'after_step'),
+    lr_before_batch=during(hyper('lr', .1), hyper('lr', .2), 'before_batch'),
+    lr_before_step=during(hyper('lr', .1), hyper('lr', .2), 'before_step'), do_wd=between(no_wd, wd_again, wd=.5),
+    do_wd_during=lambda l: l.fit(2, 1e-2, wd=.5, cbs=[Does(no_wd, 1), Does(wd_again, 3)]), clear=between(clears),
+    zeros=during(zeros), as_int=lambda l: seq(*[lambda l,lr=lr: l.fit(1, lr) for lr in (1, 1e-2)])(l))
 
 def torch_learner(): return learner(opt_func=partial(OptimWrapper, opt=torch.optim.SGD, momentum=.9))
 def maximize(v): return lambda l: l.opt.opt.param_groups[0].update(maximize=v)
 def nesterov(v): return lambda l: l.opt.opt.param_groups[0].update(nesterov=v)
-torch_optims = stories(maximize=between(maximize(True), maximize(False)), nesterov=during(nesterov(True), nesterov(False)), create=between(new_opt, new_opt), load=between(loads_opt))
+torch_optims = stories(maximize=between(maximize(True), maximize(False)), nesterov=during(nesterov(True), nesterov(False)),
+                       create=between(new_opt, new_opt), load=between(loads_opt))
 
 def adamw_learner(): return learner(opt_func=partial(OptimWrapper, opt=torch.optim.AdamW))
 def counts_again(l):
     for st in l.opt.opt.state.values(): st['step'].fill_(3)
 def counts_one(l): next(iter(l.opt.opt.state.values()))['step'].add_(5)
 def reads_count(l): l.seen = [*getattr(l, 'seen', []), next(iter(l.opt.opt.state.values()))['step'].item()]
-adamw_optims = stories(create=between(new_opt, new_opt), load=between(loads_opt), reset=resets_opt, wd=changes_wd, mom_during=during(hyper('mom', .5), hyper('mom', .8)), betas_during=during(lambda l: l.opt.opt.param_groups[0].update(betas=(.5, .6))),
-    count=between(counts_again), count_during=during(counts_again), one_count=during(counts_one), reads=during(reads_count), cycle=lambda l: l.fit_one_cycle(2, 1e-2), other=between(other_opt(partial(OptimWrapper, opt=torch.optim.RAdam)), other_opt(Adam)))
+adamw_optims = stories(create=between(new_opt, new_opt), load=between(loads_opt), reset=resets_opt, wd=changes_wd,
+    mom_during=during(hyper('mom', .5), hyper('mom', .8)), betas_during=during(lambda l: l.opt.opt.param_groups[0].update(betas=(.5, .6))),
+    count=between(counts_again), count_during=during(counts_again), one_count=during(counts_one), reads=during(reads_count),
+    cycle=lambda l: l.fit_one_cycle(2, 1e-2), other=between(other_opt(partial(OptimWrapper, opt=torch.optim.RAdam)), other_opt(Adam)))
 
 # Losses
 
@@ -240,10 +271,15 @@ def partials(l):
         l.fit(1, 1e-2)
 def loss_within(l): l.loss_func = halved
 
-losses = stories(function=between(loss(lambda: halved)), during=during(loss_within), lambdas=lambdas, partials=partials, flat=between(loss(FocalLossFlat), loss(lambda: LabelSmoothingCrossEntropyFlat(eps=.3)), loss(lambda: CrossEntropyLossFlat(weight=torch.tensor([1.,2.,3.,4.])))),
-    module_weight=between(loss(lambda: CrossEntropyLossFlat(weight=torch.tensor([1.,2.,3.,4.]))), lambda l: setattr(l.loss_func.func, 'weight', torch.ones(4).to(device()))),
+losses = stories(function=between(loss(lambda: halved)), during=during(loss_within), lambdas=lambdas, partials=partials,
+    flat=between(loss(FocalLossFlat), loss(lambda: LabelSmoothingCrossEntropyFlat(eps=.3)),
+                 loss(lambda: CrossEntropyLossFlat(weight=torch.tensor([1.,2.,3.,4.])))),
+    module_weight=between(loss(lambda: CrossEntropyLossFlat(weight=torch.tensor([1.,2.,3.,4.]))),
+                          lambda l: setattr(l.loss_func.func, 'weight', torch.ones(4).to(device()))),
     eps=between(loss(lambda: LabelSmoothingCrossEntropyFlat(eps=.3)), lambda l: setattr(l.loss_func.func, 'eps', .1)))
-loss_attrs = stories(number=between(lambda l: setattr(l.loss_func, 'w', .5)), number_during=during(lambda l: setattr(l.loss_func, 'w', .5)), function=between(lambda l: setattr(l.loss_func, 'f', nll)), a_list=between(lambda l: l.loss_func.ws.__setitem__(0, .5)), as_int=between(lambda l: setattr(l.loss_func, 'w', 2)))
+loss_attrs = stories(number=between(lambda l: setattr(l.loss_func, 'w', .5)), number_during=during(lambda l: setattr(l.loss_func, 'w', .5)),
+                     function=between(lambda l: setattr(l.loss_func, 'f', nll)),
+                     a_list=between(lambda l: l.loss_func.ws.__setitem__(0, .5)), as_int=between(lambda l: setattr(l.loss_func, 'w', 2)))
 
 # Callbacks
 
@@ -316,12 +352,24 @@ def cb_between(cb, f): return lambda l: (l.add_cb(cb()), between(of(type(l.cbs[-
 def cb_during(cb, f): return lambda l: (l.add_cb(cb()), during(of(type(l.cbs[-1]), f))(l))[1]
 def with_cbs(*cbs): return lambda l: l.fit(3, 1e-2, cbs=[cb() for cb in cbs])
 
-callbacks = stories(added=between(added(Scales), removed(Scales)), added_during=during(added(Scales), removed(Scales)), renewed=renewed, reapplied=reapplied, counts=counts, by_epoch=with_cbs(ByEpoch), by_iter=with_cbs(ByIter), noise=with_cbs(Noise), doubled=with_cbs(Doubled), resizes=with_cbs(Resizes),
-    anneals=with_cbs(Anneals), tensors=with_cbs(Tensors), number=cb_between(Scales, lambda cb: setattr(cb, 'by', 2.)), number_during=cb_during(Scales, lambda cb: setattr(cb, 'by', 2.)), function=cb_between(Applies, lambda cb: setattr(cb, 'f', torch.tanh)), a_list=cb_between(Applies, lambda cb: cb.bys.__setitem__(0, 3.)),
-    a_dict=cb_between(Applies, lambda cb: cb.opts.update(by=3.)), function_during=cb_during(Applies, lambda cb: setattr(cb, 'f', torch.tanh)), as_int=cb_between(Scales, lambda cb: setattr(cb, 'by', 2)), new_method=cb_between(Scales, lambda cb: setattr(cb, 'after_pred', lambda: setattr(cb.learn, 'pred', cb.learn.pred*2))),
-    runs_not=cb_between(Scales, lambda cb: setattr(cb, 'run', False)), clip=cb_between(partial(GradientClip, .1), lambda cb: setattr(cb, 'max_norm', 1e-3)), mixup=cb_between(MixUp, lambda cb: setattr(cb, 'distrib', torch.distributions.Beta(torch.tensor(9.), torch.tensor(9.)))), label_smoothing=between(added(MixUp), removed(MixUp)),
+callbacks = stories(added=between(added(Scales), removed(Scales)), added_during=during(added(Scales), removed(Scales)), renewed=renewed,
+    reapplied=reapplied, counts=counts, by_epoch=with_cbs(ByEpoch), by_iter=with_cbs(ByIter),
+    noise=with_cbs(Noise), doubled=with_cbs(Doubled), resizes=with_cbs(Resizes),
+    anneals=with_cbs(Anneals), tensors=with_cbs(Tensors), number=cb_between(Scales, lambda cb: setattr(cb, 'by', 2.)),
+    number_during=cb_during(Scales, lambda cb: setattr(cb, 'by', 2.)),
+    function=cb_between(Applies, lambda cb: setattr(cb, 'f', torch.tanh)), a_list=cb_between(Applies, lambda cb: cb.bys.__setitem__(0, 3.)),
+    a_dict=cb_between(Applies, lambda cb: cb.opts.update(by=3.)),
+    function_during=cb_during(Applies, lambda cb: setattr(cb, 'f', torch.tanh)), as_int=cb_between(Scales, lambda cb: setattr(cb, 'by', 2)),
+    new_method=cb_between(Scales, lambda cb: setattr(cb, 'after_pred', lambda: setattr(cb.learn, 'pred', cb.learn.pred*2))),
+    runs_not=cb_between(Scales, lambda cb: setattr(cb, 'run', False)),
+    clip=cb_between(partial(GradientClip, .1), lambda cb: setattr(cb, 'max_norm', 1e-3)),
+    mixup=cb_between(MixUp, lambda cb: setattr(cb, 'distrib', torch.distributions.Beta(torch.tensor(9.), torch.tensor(9.)))),
+    label_smoothing=between(added(MixUp), removed(MixUp)),
     no_grad=between(lambda l: l.add_cb(Does(lambda l: torch.set_grad_enabled(True), 1))))
-cancels = {f'{w.__name__}_{e}': with_cbs(partial(Cancels, w, e)) for w,e in [(CancelBatchException, 'before_batch'), (CancelBatchException, 'after_pred'), (CancelBatchException, 'after_loss'), (CancelStepException, 'before_step'), (CancelBackwardException, 'before_backward'), (CancelTrainException, 'after_loss'), (CancelFitException, 'after_step')]}
+cancels = {f'{w.__name__}_{e}': with_cbs(partial(Cancels, w, e))
+           for w,e in [(CancelBatchException, 'before_batch'), (CancelBatchException, 'after_pred'), (CancelBatchException, 'after_loss'),
+                       (CancelStepException, 'before_step'), (CancelBackwardException, 'before_backward'),
+                       (CancelTrainException, 'after_loss'), (CancelFitException, 'after_step')]}
 
 # Data
 
@@ -344,8 +392,12 @@ def adds_tfm(l): l.dls.train.after_batch.add(Half())
 def other_tfm(l): l.dls.train.after_batch = Pipeline([Negative()])
 def bigger(l): l.dls.train = l.dls.train.new(bs=10)
 
-data = stories(ragged=between(other_data(44)), other_size=between(other_data(40, 10), other_data(40, 8)), other_tfms=between(other_data(40, tfms=[Half()]), other_data(40)), added_tfm=between(adds_tfm), replaced_tfm=between(other_tfm), bs=between(lambda l: setattr(l.dls.train, 'bs', 10)))
-tfm_stories = stories(number=between(lambda l: setattr(tfms(l)[0], 'by', 2.)), removed=between(lambda l: tfms(l).clear()), number_during=during(lambda l: setattr(tfms(l)[0], 'by', 2.)), added=between(adds_tfm), as_int=between(lambda l: setattr(tfms(l)[0], 'by', 2)))
+data = stories(ragged=between(other_data(44)), other_size=between(other_data(40, 10), other_data(40, 8)),
+               other_tfms=between(other_data(40, tfms=[Half()]), other_data(40)), added_tfm=between(adds_tfm),
+               replaced_tfm=between(other_tfm), bs=between(lambda l: setattr(l.dls.train, 'bs', 10)))
+tfm_stories = stories(number=between(lambda l: setattr(tfms(l)[0], 'by', 2.)), removed=between(lambda l: tfms(l).clear()),
+                      number_during=during(lambda l: setattr(tfms(l)[0], 'by', 2.)),
+                      added=between(adds_tfm), as_int=between(lambda l: setattr(tfms(l)[0], 'by', 2)))
 def half_learner(): return learner(dls(tfms=[Half()]))
 def crops_learner(): return learner(dls(tfms=[Crops()]))
 def aug_learner(): return learner(dls(tfms=aug_transforms(size=8)))
@@ -390,8 +442,12 @@ def predicts_within(l):
     l.fit(2, 1e-2, cbs=Does(lambda l: l.model.eval() and l.model(torch.ones(1, 1, 8, 8, device=device())) is None or l.model.train()))
 def seeds(l): manual_seed(7)
 
-around = stories(lr_find=between(finds, finds), validate=between(validates, validates), get_preds=between(predicts, predicts), interrupt=between(interrupts, interrupts), broken=between(broken_within(ValueError), broken_within(KeyError)), broken_transform=between(broken_transform),
-    bf16=between(to_bf16, to_fp32, to_bf16), away=between(away, away), one_plain=between(one_plain), metrics=between(metrics, lambda l: setattr(l, 'metrics', L())), train_metrics=between(train_metrics, train_metrics), by_hand=between(by_hand, by_hand), within=predicts_within, seed=between(seeds, seeds))
+around = stories(lr_find=between(finds, finds), validate=between(validates, validates), get_preds=between(predicts, predicts),
+    interrupt=between(interrupts, interrupts), broken=between(broken_within(ValueError), broken_within(KeyError)),
+    broken_transform=between(broken_transform),
+    bf16=between(to_bf16, to_fp32, to_bf16), away=between(away, away), one_plain=between(one_plain),
+    metrics=between(metrics, lambda l: setattr(l, 'metrics', L())), train_metrics=between(train_metrics, train_metrics),
+    by_hand=between(by_hand, by_hand), within=predicts_within, seed=between(seeds, seeds))
 
 # Two learners
 
@@ -409,10 +465,15 @@ def shared_opt(l):
     l.create_opt()
     o.opt = l.opt
     return o
-two = stories(two=turns(lambda l: learner()), one_model=turns(lambda l: Learner(dls(), l.model, loss_func=F.cross_entropy, splitter=params_of, metrics=accuracy)), one_opt=turns(shared_opt), one_dls=turns(lambda l: learner(l.dls)))
+two = stories(two=turns(lambda l: learner()),
+              one_model=turns(lambda l: Learner(dls(), l.model, loss_func=F.cross_entropy, splitter=params_of, metrics=accuracy)),
+              one_opt=turns(shared_opt), one_dls=turns(lambda l: learner(l.dls)))
 
-cases = [(n, k, make, f) for n,make,fs in [('flag', learner, flags), ('attr', learner, attrs), ('attr', times_learner, times_attrs), ('hook', learner, hook_stories), ('param', learner, params), ('opt', learner, optims), ('torch_opt', torch_learner, torch_optims), ('adamw', adamw_learner, adamw_optims), ('loss', learner, losses),
-    ('loss_attr', lambda: learner(loss_func=Weighs()), loss_attrs), ('cb', learner, callbacks), ('cancel', learner, cancels), ('data', learner, data), ('tfm', half_learner, tfm_stories), ('around', learner, around), ('two', learner, two),
+cases = [(n, k, make, f) for n,make,fs in [('flag', learner, flags), ('attr', learner, attrs), ('attr', times_learner, times_attrs),
+    ('hook', learner, hook_stories), ('param', learner, params), ('opt', learner, optims),
+    ('torch_opt', torch_learner, torch_optims), ('adamw', adamw_learner, adamw_optims), ('loss', learner, losses),
+    ('loss_attr', lambda: learner(loss_func=Weighs()), loss_attrs), ('cb', learner, callbacks), ('cancel', learner, cancels),
+    ('data', learner, data), ('tfm', half_learner, tfm_stories), ('around', learner, around), ('two', learner, two),
     ('count', crops_learner, dict(tfm=between())), ('aug', aug_learner, dict(p=between(p_of(0.), p_of(1.))))] for k,f in fs.items()]
 
 # All of them are run by `python tests/test_replay_changes.py [names]`; as tests, those that differ in kind
@@ -423,7 +484,8 @@ tested = """flag-freeze flag-freeze_during flag-layer_eval flag-requires_grad_du
 
 def test_names(): assert {*tested} <= {f'{a}-{b}' for a,b,*_ in cases}
 
-@pytest.mark.parametrize('make,story', [c[2:] for c in cases if f'{c[0]}-{c[1]}' in tested], ids=[f'{a}-{b}' for a,b,*_ in cases if f'{a}-{b}' in tested])
+@pytest.mark.parametrize('make,story', [c[2:] for c in cases if f'{c[0]}-{c[1]}' in tested],
+                         ids=[f'{a}-{b}' for a,b,*_ in cases if f'{a}-{b}' in tested])
 def test_change(make, story): compare(make, story)
 
 # Where the numbers are not the same
@@ -471,7 +533,9 @@ def logs(l):
 
 _now,_add = Watch.now,Numbers._add
 def all_but_lr(self, d, *args, **kwargs): return None if 'lr' in d and 'mom' in d else _add(self, d, *args, **kwargs)
-controls = dict(lr=(one_cycle, [(Numbers, '_add', all_but_lr), (Recording, 'verify', noop)]), grad=(during(grads), [(Watch, 'now', lambda self: (_now(self)[0], [o for o in _now(self)[1] if not isinstance(o, bool)]))]), seed=(one_cycle, [(capture, 'advance_rng', noop)]),
+controls = dict(lr=(one_cycle, [(Numbers, '_add', all_but_lr), (Recording, 'verify', noop)]),
+    grad=(during(grads), [(Watch, 'now', lambda self: (_now(self)[0], [o for o in _now(self)[1] if not isinstance(o, bool)]))]),
+    seed=(one_cycle, [(capture, 'advance_rng', noop)]),
     counter=(counts, [(Trace, '_count', noop)]), log=(logs, [(capture, 'no_effects', nullcontext)]))
 
 @pytest.mark.parametrize('name', controls)
@@ -497,7 +561,9 @@ def n_tensors():
     sync()
     return met.counter_value('CreateXlaTensor') - met.counter_value('DestroyXlaTensor')
 
-grows = dict(fit=noop, optimizer=new_opt, model=new_model, load=saves, callback=lambda l: l.remove_cb(Tensors).add_cb(Tensors()) if any(isinstance(cb, Tensors) for cb in l.cbs) else l.add_cb(Tensors()), lr_find=finds, loss=loss(lambda: CrossEntropyLossFlat(weight=torch.ones(4))))
+grows = dict(fit=noop, optimizer=new_opt, model=new_model, load=saves, callback=lambda l: l.remove_cb(Tensors).add_cb(Tensors())
+             if any(isinstance(cb, Tensors) for cb in l.cbs) else l.add_cb(Tensors()),
+             lr_find=finds, loss=loss(lambda: CrossEntropyLossFlat(weight=torch.ones(4))))
 
 @pytest.mark.parametrize('name', grows)
 def test_no_growth(name):
@@ -525,7 +591,8 @@ def test_state_is_freed():
 
 def test_small_cache():
     "A recording whose program torch_xla has dropped is made again"
-    res = subprocess.run([sys.executable, '-W', 'ignore', __file__, 'cb-resizes'], env=os.environ | dict(XLA_COMPILATION_CACHE_SIZE='2'), capture_output=True, text=True)
+    res = subprocess.run([sys.executable, '-W', 'ignore', __file__, 'cb-resizes'],
+                         env=os.environ | dict(XLA_COMPILATION_CACHE_SIZE='2'), capture_output=True, text=True)
     assert ' same ' in res.stdout, res.stdout + res.stderr[-2000:]
 
 if __name__ == '__main__':
@@ -535,7 +602,8 @@ if __name__ == '__main__':
         t = time.process_time()
         try:
             l,c = compare(make, story)
-            print(f'{a}-{b:26s} same {c["replayed"]}/{c["batches"]} {dict(l.xla_opt.replay.why) or ""} {time.process_time()-t:.1f}s', flush=True)
+            print(f'{a}-{b:26s} same {c["replayed"]}/{c["batches"]} '
+                  f'{dict(l.xla_opt.replay.why) or ""} {time.process_time()-t:.1f}s', flush=True)
         except BaseException as e:
             if isinstance(e, AssertionError): print(f'{a}-{b:26s} DIFFERENT {str(e)[:900]}', flush=True)
             else:

@@ -21,32 +21,41 @@ from fastai_xla.runtime import fetch, is_xla, manual_seed, rng_state
 
 def _flat(o, path=''):
     "Path -> leaf"
-    if isinstance(o, dict): return {k: v for i,key in enumerate(o) for k,v in _flat(o[key], f'{path}.{i if isinstance(key, torch.Tensor) else key}').items()}
+    if isinstance(o, dict):
+        return {k: v for i,key in enumerate(o) for k,v in _flat(o[key], f'{path}.{i if isinstance(key, torch.Tensor) else key}').items()}
     if isinstance(o, (list, tuple, L)): return {k: v for i,x in enumerate(o) for k,v in _flat(x, f'{path}.{i}').items()}
     return {path: o}
 
 def _opt_state(opt, params):
     opts = [opt, opt.opt] if isinstance(opt, (Lookahead, OptimWrapper)) else [opt]
     last = opts[-1]
-    return dict(state=[last.state.get(p, {}) for p in params], hypers=list(last.hypers) if hasattr(last, 'hypers') else [{k: v for k,v in g.items() if k != 'params'} for g in last.param_groups],
+    return dict(state=[last.state.get(p, {}) for p in params],
+        hypers=list(last.hypers) if hasattr(last, 'hypers') else [{k: v for k,v in g.items() if k != 'params'} for g in last.param_groups],
         slow=[list(pg) for pg in getattr(opt, 'slow_weights', None) or []], count=getattr(opt, 'count', None))
 
-def _host_rng(): return dict(python=hash(random.getstate()), numpy=hash(np.random.get_state()[1].tobytes()), torch=hash(torch.get_rng_state().numpy().tobytes()))
+def _host_rng():
+    return dict(python=hash(random.getstate()), numpy=hash(np.random.get_state()[1].tobytes()),
+                torch=hash(torch.get_rng_state().numpy().tobytes()))
 
 def left_behind(learn):
     "All that training has changed, on the host, each with a name"
     ps,rec = list(learn.model.parameters()),learn.recorder
     counters = {f'{n}.{k}': v for n,m in learn.model.named_modules() for k,v in vars(m).items() if type(v) in (int, float)}
-    return _flat(fetch(dict(model=dict(learn.model.state_dict()), grads=[p.grad for p in ps], opt=_opt_state(learn.opt, ps), counters=counters, losses=rec.losses, values=list(rec.values), lrs=rec.lrs,
-        smooth=rec.smooth_loss.val if hasattr(rec, 'smooth_loss') else None, hps=getattr(learn, 'hps', getattr(rec, 'hps', None)), rng=rng_state(), host=_host_rng())))
+    return _flat(fetch(dict(model=dict(learn.model.state_dict()), grads=[p.grad for p in ps],
+        opt=_opt_state(learn.opt, ps), counters=counters, losses=rec.losses, values=list(rec.values), lrs=rec.lrs,
+        smooth=rec.smooth_loss.val if hasattr(rec, 'smooth_loss') else None,
+        hps=getattr(learn, 'hps', getattr(rec, 'hps', None)), rng=rng_state(), host=_host_rng())))
 
 def _same(a, b):
-    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor): return a.dtype == b.dtype and a.shape == b.shape and torch.equal(torch.nan_to_num(a), torch.nan_to_num(b)) and torch.equal(a.isnan(), b.isnan())
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        return (a.dtype == b.dtype and a.shape == b.shape
+                and torch.equal(torch.nan_to_num(a), torch.nan_to_num(b)) and torch.equal(a.isnan(), b.isnan()))
     return type(a) == type(b) and (a == b or a != a and b != b)
 
 def differences(a, b):
     "What of `a` is otherwise in `b`, by name"
-    return [f'{k}: only in one' for k in {*a} ^ {*b}] + [f'{k}: {(a[k]-b[k]).abs().max() if isinstance(a[k], torch.Tensor) and isinstance(b[k], torch.Tensor) and a[k].shape == b[k].shape else (a[k], b[k])}' for k in a if k in b and not _same(a[k], b[k])]
+    return [f'{k}: only in one' for k in {*a} ^ {*b}] + [
+        f'{k}: {(a[k]-b[k]).abs().max() if isinstance(a[k], torch.Tensor) and isinstance(b[k], torch.Tensor) and a[k].shape == b[k].shape else (a[k], b[k])}' for k in a if k in b and not _same(a[k], b[k])]
 
 def run(make, fit, replay):
     set_seed(0)
@@ -73,7 +82,8 @@ def n_runs(learn): return sum(r.runs for r in recordings(learn))
 n_train,n_valid,bs = 100,8,4   # two epochs are 50 steps
 
 def _dls(x, y, tfms=None):
-    dsets = Datasets(L(range(len(x))), [[x.__getitem__], [y.__getitem__]], splits=[list(range(n_train)), list(range(n_train, n_train+n_valid))])
+    dsets = Datasets(L(range(len(x))), [[x.__getitem__], [y.__getitem__]],
+                     splits=[list(range(n_train)), list(range(n_train, n_train+n_valid))])
     return dsets.dataloaders(bs=bs, num_workers=0, after_batch=tfms)
 
 def _g(): return torch.Generator().manual_seed(0)
@@ -90,7 +100,9 @@ def running_learner(**kwargs):
         if isinstance(m, RunningBatchNorm): m.update_every,m.warmup = 3,30
     return learn
 
-def dropout_learner(**kwargs): return _learner(_dls(_randn(10), _randint(4)), nn.Sequential(nn.Linear(10, 16), nn.ReLU(), nn.Dropout(.3), nn.Linear(16, 8), nn.GELU(), nn.Dropout(.5), nn.Linear(8, 4)), **kwargs)
+def dropout_learner(**kwargs):
+    return _learner(_dls(_randn(10), _randint(4)), nn.Sequential(nn.Linear(10, 16), nn.ReLU(), nn.Dropout(.3), nn.Linear(16, 8),
+                                                                 nn.GELU(), nn.Dropout(.5), nn.Linear(8, 4)), **kwargs)
 
 class Recurrent(nn.Module):
     def __init__(self):
@@ -118,14 +130,17 @@ def tied_learner(**kwargs):
 
 def awd_lstm_learner(**kwargs):
     texts = [topics[k] for k in sorted(topics)][:3]
-    dls = TextDataLoaders.from_df(pd.DataFrame(dict(text=texts)), is_lm=True, text_col='text', valid_pct=.3, seed=0, tok_tfm=BaseTokenizer(), bs=4, seq_len=8, num_workers=0)
-    return language_model_learner(dls, AWD_LSTM, config=awd_lstm_lm_config | dict(emb_sz=8, n_hid=8, n_layers=2), pretrained=False, metrics=[accuracy, Perplexity()], **kwargs)
+    dls = TextDataLoaders.from_df(pd.DataFrame(dict(text=texts)), is_lm=True, text_col='text', valid_pct=.3,
+                                  seed=0, tok_tfm=BaseTokenizer(), bs=4, seq_len=8, num_workers=0)
+    return language_model_learner(dls, AWD_LSTM, config=awd_lstm_lm_config | dict(emb_sz=8, n_hid=8, n_layers=2),
+                                  pretrained=False, metrics=[accuracy, Perplexity()], **kwargs)
 
 def tabular(**kwargs):
     g,n = np.random.default_rng(0),n_train+n_valid
     df = pd.DataFrame(dict(job=g.choice(list('abcd'), n), age=g.normal(40, 10, n)))
     df['rich'] = np.where((df.job == 'a') | (df.age > 50), 'yes', 'no')
-    dls = TabularDataLoaders.from_df(df, procs=[Categorify, FillMissing, NormalizeTabular], cat_names='job', cont_names='age', y_names='rich', valid_idx=list(range(n_valid)), bs=bs, num_workers=0)
+    dls = TabularDataLoaders.from_df(df, procs=[Categorify, FillMissing, NormalizeTabular], cat_names='job',
+                                     cont_names='age', y_names='rich', valid_idx=list(range(n_valid)), bs=bs, num_workers=0)
     return tabular_learner(dls, layers=[16,8], config=dict(ps=[.1,.2], embed_p=.1), **(dict(metrics=accuracy) | kwargs))
 
 def unet(tfms=None, **kwargs):
@@ -138,11 +153,15 @@ def bf16(**kwargs): return convnet_learner(**kwargs).to_bf16()
 def augmented(**kwargs): return dict(tfms=aug_transforms(size=8, max_rotate=20., max_warp=.1)) | kwargs
 def with_cb(f): return lambda **kwargs: kwargs | dict(cbs=f())
 
-extras = dict(none=dict, clip=with_cb(lambda: GradientClip(.1)), accumulate=with_cb(lambda: GradientAccumulation(2*bs)), mixup=with_cb(MixUp), augment=augmented, metrics=dict)
+extras = dict(none=dict, clip=with_cb(lambda: GradientClip(.1)), accumulate=with_cb(lambda: GradientAccumulation(2*bs)),
+              mixup=with_cb(MixUp), augment=augmented, metrics=dict)
 common,classes,images = ['none', 'clip', 'accumulate', 'metrics'],['mixup'],['augment']
-models = dict(batchnorm=(convnet_learner, common+classes+images), running=(running_learner, common+classes), dropout=(dropout_learner, common+classes), lstm=(lstm_learner, common), awd_lstm=(awd_lstm_learner, common),
-    attention=(attention_learner, common), tabular=(tabular, common), unet=(unet, common+images), bf16=(bf16, common+classes+images), tied=(tied_learner, common))
-opts = dict(sgd=SGD, momentum=partial(SGD, mom=.9), rmsprop=partial(RMSProp, mom=.9), adam=Adam, radam=RAdam, qhadam=QHAdam, lamb=Lamb, ranger=ranger, adamw=partial(OptimWrapper, opt=torch.optim.AdamW))
+models = dict(batchnorm=(convnet_learner, common+classes+images), running=(running_learner, common+classes),
+    dropout=(dropout_learner, common+classes), lstm=(lstm_learner, common), awd_lstm=(awd_lstm_learner, common),
+    attention=(attention_learner, common), tabular=(tabular, common),
+    unet=(unet, common+images), bf16=(bf16, common+classes+images), tied=(tied_learner, common))
+opts = dict(sgd=SGD, momentum=partial(SGD, mom=.9), rmsprop=partial(RMSProp, mom=.9), adam=Adam, radam=RAdam,
+            qhadam=QHAdam, lamb=Lamb, ranger=ranger, adamw=partial(OptimWrapper, opt=torch.optim.AdamW))
 
 def extra_of(model, opt):
     "What is put around the step: each model has several, each with several optimizers"
@@ -171,7 +190,9 @@ def test_all_occur():
 def test_same_as_plain(model, opt):
     learn,n = combination(model, opt)
     why = learn.xla_opt.replay.why
-    if model == 'awd_lstm': assert all('bs changes' in w or 'not the same' in w for w in why) and n_runs(learn) >= n-3, (why, n_runs(learn), n)   # the first batch sets it up for its batch size
+    # the first batch sets it up for its batch size
+    if model == 'awd_lstm':
+        assert all('bs changes' in w or 'not the same' in w for w in why) and n_runs(learn) >= n-3, (why, n_runs(learn), n)
     else: assert not why and n_runs(learn) == n and len(recordings(learn)) <= 8, (why, n_runs(learn), n)
 
 def test_control():

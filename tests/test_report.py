@@ -9,7 +9,8 @@ from fastai_xla.explain import XLAReportCallback
 from common import *
 from planted import *
 
-# What has been compiled in this process is not compiled again, and then there is no cause: images of sizes that no other test has (8 is all tests', 9 and 10 are test_planted's)
+# What has been compiled in this process is not compiled again, and then there is no cause: images of sizes that no
+# other test has (8 is all tests', 9 and 10 are test_planted's)
 found,clean,library = 11,12,13
 
 class Bool(Planted):
@@ -37,7 +38,8 @@ class Double(Planted):
     def before_batch(self):
         if self.train_iter == 4: self.learn.xb = (self.x.half().float(),)   # planted
 
-@pytest.mark.parametrize('cb,kind,says', [(Bool, 'transfer', 'if'), (Host, 'transfer', '.cpu()'), (Power, 'constant', '2.0 became 2.1'), (Extra, 'operator', 'aten.sin'), (Kept, 'outputs', 'aten.cos'), (Double, 'operator', 'f16')])
+@pytest.mark.parametrize('cb,kind,says', [(Bool, 'transfer', 'if'), (Host, 'transfer', '.cpu()'), (Power, 'constant', '2.0 became 2.1'),
+                                          (Extra, 'operator', 'aten.sin'), (Kept, 'outputs', 'aten.cos'), (Double, 'operator', 'f16')])
 def test_found(cb, kind, says):
     "The other causes; more in test_planted.py"
     learn,told = watched(cb(), dls=image_dls(size=found))
@@ -48,7 +50,8 @@ def test_found(cb, kind, says):
     assert len(told) == len(causes)                         # once each
     assert line_of(cb) in repr(learn.xla_report()) and all(line_of(cb) in t for t in told)
 
-@pytest.mark.parametrize('kwargs', [{}, dict(opt_func=SGD), dict(opt_func=RAdam), dict(cbs=[MixUp()]), dict(cbs=[GradientClip(.1)]), dict(metrics=None)],
+@pytest.mark.parametrize('kwargs',
+    [{}, dict(opt_func=SGD), dict(opt_func=RAdam), dict(cbs=[MixUp()]), dict(cbs=[GradientClip(.1)]), dict(metrics=None)],
     ids='plain SGD RAdam MixUp GradientClip metrics'.split())
 def test_clean(kwargs):
     "Negative control, with a learning rate that changes in each step"
@@ -58,7 +61,8 @@ def test_clean(kwargs):
     learn.remove_cb(ProgressCallback)
     with learn.no_logging(): learn.fit_one_cycle(2, 1e-2, cbs=XLAReportCallback(warn=False))
     causes = learn.xla_report().causes
-    if kwargs.get('opt_func') is RAdam: assert causes.cause.tolist() == ['operator'] and 'in radam_step' in causes.line[0]   # its rule changes at the sixth step
+    # its rule changes at the sixth step
+    if kwargs.get('opt_func') is RAdam: assert causes.cause.tolist() == ['operator'] and 'in radam_step' in causes.line[0]
     else: assert not len(causes) and 'no cause' in repr(learn.xla_report()), causes.to_string()
 
 def test_clean_augmented():
@@ -69,7 +73,8 @@ def test_library_line():
     "What is in fastai's code is told with fastai's line"
     learn,_ = watched(dls=image_dls(bs=12, size=library))   # 64 validation items: a last batch of 4
     causes = learn.xla_report().causes
-    assert set(causes.cause) == {'shape'} and all('fastai' in l for l in causes.line) and any(f'xb[0] f32[12,1,{library},{library}] became f32[4,1,{library},{library}]' in w for w in causes.what), causes.to_string()
+    assert set(causes.cause) == {'shape'} and all('fastai' in l for l in causes.line) and any(
+        f'xb[0] f32[12,1,{library},{library}] became f32[4,1,{library},{library}]' in w for w in causes.what), causes.to_string()
 
 def test_in_own_function():
     "The line is the user's innermost, and the fit's own line is no answer"
@@ -134,7 +139,8 @@ def test_mode_keeps_inplace():
 def test_lowering_ops():
     learn = image_learner(cbs=Lgamma()).to_xla()
     ops = learn.show_lowering_ops()
-    assert list(ops[ops.runs == 'CPU'].index) == ['aten.lgamma'] and line_of(Lgamma) in ops.line['aten.lgamma'] and ops.calls['aten.lgamma'] == 1
+    assert (list(ops[ops.runs == 'CPU'].index) == ['aten.lgamma']
+            and line_of(Lgamma) in ops.line['aten.lgamma'] and ops.calls['aten.lgamma'] == 1)
     assert ops.calls['aten.convolution'] == 2 and ops.calls['aten.convolution_backward'] == 2        # the net has two
     clean = image_learner().to_xla().show_lowering_ops()
     assert not (clean.runs == 'CPU').any()

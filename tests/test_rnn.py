@@ -8,7 +8,8 @@ from fastai_xla.runtime import *
 from fastai_xla.lowerings.core import register_lowerings, without_lowerings
 import fastai_xla.lowerings.rnn
 
-kinds = dict(lstm=nn.LSTM, gru=nn.GRU, tanh=nn.RNN, relu=lambda *args, **kwargs: nn.RNN(*args, nonlinearity='relu', **kwargs), proj=lambda *args, **kwargs: nn.LSTM(*args, proj_size=3, **kwargs))
+kinds = dict(lstm=nn.LSTM, gru=nn.GRU, tanh=nn.RNN, relu=lambda *args, **kwargs: nn.RNN(*args, nonlinearity='relu', **kwargs),
+             proj=lambda *args, **kwargs: nn.LSTM(*args, proj_size=3, **kwargs))
 steps,bs,n_in,n_hid = 7,4,5,6
 
 device()
@@ -44,16 +45,19 @@ def check(m, x, lens=None, tol=1e-5, g=None):
 def data(*sz): return torch.randn(*sz, generator=torch.Generator().manual_seed(0))
 
 @pytest.mark.parametrize('kind', kinds)
-@pytest.mark.parametrize('kwargs', [dict(), dict(num_layers=2), dict(bidirectional=True, num_layers=2), dict(bias=False), dict(batch_first=True), dict(batch_first=True, bias=False, bidirectional=True, num_layers=2)], ids=lambda k: '-'.join(k) or 'plain')
+@pytest.mark.parametrize('kwargs', [dict(), dict(num_layers=2), dict(bidirectional=True, num_layers=2), dict(bias=False), dict(
+    batch_first=True), dict(batch_first=True, bias=False, bidirectional=True, num_layers=2)], ids=lambda k: '-'.join(k) or 'plain')
 def test_layer(kind, kwargs):
     torch.manual_seed(0)
     check(kinds[kind](n_in, n_hid, **kwargs), data(steps, bs, n_in))
 
 @pytest.mark.parametrize('kind', kinds)
-@pytest.mark.parametrize('kwargs', [dict(), dict(bidirectional=True, num_layers=2), dict(batch_first=True, bias=False)], ids=lambda k: '-'.join(k) or 'plain')
+@pytest.mark.parametrize('kwargs', [dict(), dict(bidirectional=True, num_layers=2), dict(batch_first=True, bias=False)],
+                         ids=lambda k: '-'.join(k) or 'plain')
 def test_packed(kind, kwargs):
     torch.manual_seed(0)
-    check(kinds[kind](n_in, n_hid, **kwargs), data(*((bs, steps) if 'batch_first' in kwargs else (steps, bs)), n_in), torch.tensor([3,7,1,5]))
+    check(kinds[kind](n_in, n_hid, **kwargs),
+          data(*((bs, steps) if 'batch_first' in kwargs else (steps, bs)), n_in), torch.tensor([3,7,1,5]))
 
 @pytest.mark.parametrize('kind', kinds)
 def test_packed_even(kind): check(kinds[kind](n_in, n_hid), data(steps, bs, n_in), torch.full((bs,), steps))
@@ -183,5 +187,6 @@ for a,b in zip(got, want): assert (a.cpu()-b).abs().max() < 1e-5*b.abs().max()
 
 def test_split_batch():
     "A batch that is split over four devices stays split through all layers and directions"
-    res = subprocess.run([sys.executable, '-c', _split], env=os.environ | dict(CPU_NUM_DEVICES='4', PJRT_DEVICE='CPU'), capture_output=True, text=True)
+    res = subprocess.run([sys.executable, '-c', _split],
+                         env=os.environ | dict(CPU_NUM_DEVICES='4', PJRT_DEVICE='CPU'), capture_output=True, text=True)
     assert not res.returncode, res.stderr[-2000:]

@@ -58,7 +58,8 @@ class Losses(Callback):
     def before_fit(self): self.all = []
     def after_batch(self): self.all.append(float(self.loss))
 
-kinds = dict(plain=(dict(rho=.05), {}), adaptive=(dict(rho=.5, adaptive=True), {}), norms_only=(dict(rho=.05, only=lambda n,p: p.dim() == 1), {}), clipped=(dict(rho=.05), dict(cbs=GradientClip(.1))))
+kinds = dict(plain=(dict(rho=.05), {}), adaptive=(dict(rho=.5, adaptive=True), {}),
+             norms_only=(dict(rho=.05, only=lambda n,p: p.dim() == 1), {}), clipped=(dict(rho=.05), dict(cbs=GradientClip(.1))))
 
 @pytest.mark.parametrize('kind', kinds)
 def test_50_steps(kind):
@@ -66,7 +67,8 @@ def test_50_steps(kind):
     torch.manual_seed(0)
     model,bs = convnet().double(),[(x.double(), y) for x,y in batches()]
     names = {n: p.dim() == 1 for n,p in model.named_parameters()}
-    expected,losses = independent(model, bs, .05, **({k: v for k,v in sam.items() if k != 'only'}), clip=.1 if kind == 'clipped' else None, only=names.get if kind == 'norms_only' else lambda n: True)
+    expected,losses = independent(model, bs, .05, **({k: v for k,v in sam.items() if k != 'only'}),
+                                  clip=.1 if kind == 'clipped' else None, only=names.get if kind == 'norms_only' else lambda n: True)
     learn = learner(bs, model, **kw).add_cbs([SAM(**sam), Losses()])
     fit(learn)
     assert rel(model.state_dict(), expected.state_dict()) < 1e-6
@@ -163,7 +165,9 @@ def test_frozen():
 
 class CPUScaler(MixedPrecision):
     "A gradient scaler that works without a GPU; at the second step a gradient overflows"
-    def before_fit(self): self.autocast,self.learn.scaler,self.scales = torch.autocast('cpu', dtype=torch.bfloat16),torch.amp.GradScaler('cpu', init_scale=2.**10),L()
+    def before_fit(self):
+        self.autocast,self.learn.scaler,self.scales = (torch.autocast('cpu', dtype=torch.bfloat16),
+                                                       torch.amp.GradScaler('cpu', init_scale=2.**10),L())
     def before_backward(self):
         super().before_backward()
         if self.train_iter == 1 and self.sam.second: self.learn.loss_grad = self.loss_grad*float('inf')
@@ -187,8 +191,11 @@ def test_rho(bad):
 
 # On XLA
 
-xla_cases = dict(plain=lambda: image_learner(cbs=SAM(), opt_func=partial(SGD, mom=.9)), adam=lambda: image_learner(cbs=[SAM(), GradientClip(.1)]), adaptive=lambda: image_learner(cbs=SAM(.5, adaptive=True)),
-    bf16=lambda: image_learner(cbs=SAM()).to_bf16(), wrapped=lambda: image_learner(cbs=SAM(), opt_func=partial(OptimWrapper, opt=torch.optim.AdamW)), accumulated=lambda: image_learner(cbs=[SAM(), GradientAccumulation(32)]),
+xla_cases = dict(plain=lambda: image_learner(cbs=SAM(), opt_func=partial(SGD, mom=.9)),
+    adam=lambda: image_learner(cbs=[SAM(), GradientClip(.1)]), adaptive=lambda: image_learner(cbs=SAM(.5, adaptive=True)),
+    bf16=lambda: image_learner(cbs=SAM()).to_bf16(),
+    wrapped=lambda: image_learner(cbs=SAM(), opt_func=partial(OptimWrapper, opt=torch.optim.AdamW)),
+    accumulated=lambda: image_learner(cbs=[SAM(), GradientAccumulation(32)]),
     mixup=lambda: image_learner(cbs=[SAM(), MixUp()]))
 
 @pytest.mark.parametrize('case', xla_cases)
@@ -208,7 +215,8 @@ def test_replayed(case):
         learn = xla_cases[case]().remove_cb(ProgressCallback).to_xla(replay=replay)
         manual_seed(3)
         fit(learn, n=3)
-        return learn,fetch([*learn.model.state_dict().values()] + [t for s in learn.opt.state.values() for _,t in sorted(s.items()) if isinstance(t, torch.Tensor)])
+        return learn,fetch([*learn.model.state_dict().values()]
+                           + [t for s in learn.opt.state.values() for _,t in sorted(s.items()) if isinstance(t, torch.Tensor)])
     (a,plain),(b,replayed) = run(False),run(True)
     assert len(plain) == len(replayed) and all(torch.equal(x, y) for x,y in zip(plain, replayed))
     assert [float(l) for l in a.recorder.losses] == [float(l) for l in b.recorder.losses]

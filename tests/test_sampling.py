@@ -18,10 +18,12 @@ quiet = dict(progress=False)
 def bn_energy(seed=0):
     "A small residual net with BatchNorm whose running statistics are far from 0 and 1"
     torch.manual_seed(seed)
-    m = nn.Sequential(ConvLayer(1, 8, act_cls=nn.SiLU), ResBlock(1, 8, 8, act_cls=nn.SiLU), ResBlock(1, 8, 16, stride=2, act_cls=nn.SiLU), nn.AdaptiveAvgPool2d(1), Flatten(), nn.Linear(16, 1))
+    m = nn.Sequential(ConvLayer(1, 8, act_cls=nn.SiLU), ResBlock(1, 8, 8, act_cls=nn.SiLU),
+                      ResBlock(1, 8, 16, stride=2, act_cls=nn.SiLU), nn.AdaptiveAvgPool2d(1), Flatten(), nn.Linear(16, 1))
     for b in m.modules():
         if isinstance(b, nn.BatchNorm2d):
-            for t,(lo,hi) in zip((b.running_mean, b.running_var, b.weight.data, b.bias.data), ((-1,1),(.2,2),(.5,1.5),(-1,1))): t.uniform_(lo, hi)
+            for t,(lo,hi) in zip((b.running_mean, b.running_var, b.weight.data, b.bias.data), ((-1,1),(.2,2),(.5,1.5),(-1,1))):
+                t.uniform_(lo, hi)
     return m.eval()
 
 # ---- what it costs
@@ -94,7 +96,8 @@ def test_train_mode_is_refused(dev, wrap):
     m = bn_energy().to(dev)
     state = {k: v.clone().cpu() for k,v in m.state_dict().items()}
     m[0].train()
-    with pytest.raises(RuntimeError, match=r'(?s)train mode.*BatchNorm.*statistics.*model\.eval\(\)'): langevin_sample(wrap(m), torch.randn(4, 1, 8, 8).to(dev), 3, .1, **quiet)
+    with pytest.raises(RuntimeError, match=r'(?s)train mode.*BatchNorm.*statistics.*model\.eval\(\)'):
+        langevin_sample(wrap(m), torch.randn(4, 1, 8, 8).to(dev), 3, .1, **quiet)
     assert all(torch.equal(v.cpu(), state[k]) for k,v in m.state_dict().items()), 'nothing has moved'
     m.eval()
     langevin_sample(m, torch.randn(4, 1, 8, 8).to(dev), 1, .1, **quiet)
@@ -133,7 +136,8 @@ def exact_masses(n=400000, sep=1.):
 
 def se(n): return 1/math.sqrt(n)
 
-forms = dict(plain=dict(n_steps=1000, step_size=.03), annealed=dict(n_steps=1000, step_size=SchedPoly(.5, .02, .5)), mala=dict(n_steps=300, step_size=.6, mala=True))
+forms = dict(plain=dict(n_steps=1000, step_size=.03), annealed=dict(n_steps=1000, step_size=SchedPoly(.5, .02, .5)),
+             mala=dict(n_steps=300, step_size=.6, mala=True))
 
 @pytest.mark.parametrize('form', forms)
 def test_gaussian(form):
@@ -272,7 +276,8 @@ def fit_quadratic(noise, n_steps=20, xla=False):
     data = (data-data.mean())/data.std()*.5+2
     dsets = Datasets(L(range(1024)), [[data.__getitem__], [lambda i: torch.tensor(0)]], splits=[list(range(1024)), [0]])
     cd = ContrastiveDivergence(n_steps, .05, noise, energy=lambda m, x, *y: m(x), n_buffer=1, restart=0., l2=0.)
-    learn = Learner(dsets.dataloaders(bs=256, num_workers=0), Quadratic(), loss_func=lambda e, y: e.mean()*0, cbs=cd, opt_func=partial(SGD, mom=0.))
+    learn = Learner(dsets.dataloaders(bs=256, num_workers=0), Quadratic(),
+                    loss_func=lambda e, y: e.mean()*0, cbs=cd, opt_func=partial(SGD, mom=0.))
     if xla: learn.to_xla()
     with learn.no_logging(): learn.fit(40, .5); learn.fit(20, .1)
     return [p.item() for p in learn.model.parameters()]

@@ -16,22 +16,26 @@ plain = dict(hidden_p=0., input_p=0., embed_p=0., weight_p=1e-9, output_p=0.)   
 small = dict(emb_sz=20, n_hid=30)
 
 def lm_dls(n=24, bs=8, seq_len=72):
-    return TextDataLoaders.from_df(pd.DataFrame(dict(text=texts[:n])), is_lm=True, text_col='text', valid_pct=.2, seed=0, tok_tfm=BaseTokenizer(), bs=bs, seq_len=seq_len)
+    return TextDataLoaders.from_df(pd.DataFrame(dict(text=texts[:n])), is_lm=True, text_col='text',
+                                   valid_pct=.2, seed=0, tok_tfm=BaseTokenizer(), bs=bs, seq_len=seq_len)
 
 def lm_learner(path='.', dls=None, config=plain, **kwargs):
     set_seed(0)
-    learn = language_model_learner(dls or lm_dls(), AWD_LSTM, config=awd_lstm_lm_config | small | config, pretrained=False, metrics=[accuracy, Perplexity()], path=path, **kwargs)
+    learn = language_model_learner(dls or lm_dls(), AWD_LSTM, config=awd_lstm_lm_config | small | config,
+                                   pretrained=False, metrics=[accuracy, Perplexity()], path=path, **kwargs)
     return learn.remove_cb(ProgressCallback)
 
 def clas_dls(n=160, bs=8, seq_len=24, spread=8):
     words = ' '.join(texts).split()
     lens = [int(20*spread**(i*37%n/n)) for i in range(n)]
     df = pd.DataFrame(dict(text=[' '.join(words[i*200:i*200+k]) for i,k in enumerate(lens)], label=[i%2 for i in range(n)]))
-    return TextDataLoaders.from_df(df, valid_pct=.25, seed=0, text_col='text', label_col='label', tok_tfm=BaseTokenizer(), bs=bs, seq_len=seq_len, min_freq=1)
+    return TextDataLoaders.from_df(df, valid_pct=.25, seed=0, text_col='text', label_col='label',
+                                   tok_tfm=BaseTokenizer(), bs=bs, seq_len=seq_len, min_freq=1)
 
 def clas_learner(path='.', dls=None, config=plain, **kwargs):
     set_seed(0)
-    learn = text_classifier_learner(dls or clas_dls(), AWD_LSTM, seq_len=24, config=small | dict(n_layers=2) | config, pretrained=False, metrics=accuracy, path=path, **kwargs)
+    learn = text_classifier_learner(dls or clas_dls(), AWD_LSTM, seq_len=24, config=small | dict(n_layers=2) | config,
+                                    pretrained=False, metrics=accuracy, path=path, **kwargs)
     return learn.remove_cb(ProgressCallback)
 
 def fit(learn, *args, seed=1, **kwargs):
@@ -48,7 +52,8 @@ def test_lm_contract(config):
     last = [c for t,i,c in costs if i == short[t]]
     assert [c.compiles for c in last] == [1,1,0,0]
     for train in (True,False):
-        steady = [c for t,i,c in costs if t == train and 0 < i < short[t]][2 if train else 1:]   # the second and third are recorded and looked at
+        # the second and third are recorded and looked at
+        steady = [c for t,i,c in costs if t == train and 0 < i < short[t]][2 if train else 1:]
         assert len(steady) >= 8 and not breaches(steady), breaches(steady)
 
 def test_lm_parity():
@@ -74,7 +79,8 @@ def test_classifier_contract():
     first,second = learn.probe.rows[:n],learn.probe.rows[n:]
     assert len(first) == len(second) == n
     graphs = lambda rows, train: sum(c.compiles for t,_,c in rows if t == train)
-    assert 1 < graphs(first, True) <= 5 and 1 < graphs(first, False) <= 5, (graphs(first, True), graphs(first, False))   # four lengths; the first step may differ
+    # four lengths; the first step may differ
+    assert 1 < graphs(first, True) <= 5 and 1 < graphs(first, False) <= 5, (graphs(first, True), graphs(first, False))
     replayed = lambda rows: [c for *_,c in rows if not c.traced]   # a batch that is traced to be recorded reads its constants
     assert not breaches(replayed(second)), breaches(replayed(second))
     assert sum(c.traced for *_,c in learn.probe.rows) <= 2*graphs(first, True) + 2*graphs(first, False)
@@ -91,7 +97,8 @@ def test_classifier_parity():
         def run(model, x, y):
             pred = model.eval()(x)[0]
             return [pred.detach(), *torch.autograd.grad(F.cross_entropy(pred, y), list(model.parameters()))]
-        for a,b in zip(fetch(run(xla.model, *(t.as_subclass(torch.Tensor) for t in b))), run(cpu.model, x, y), strict=True): assert (a-b).abs().max() < 1e-5*max(1, b.abs().max())
+        for a,b in zip(fetch(run(xla.model, *(t.as_subclass(torch.Tensor) for t in b))), run(cpu.model, x, y), strict=True):
+            assert (a-b).abs().max() < 1e-5*max(1, b.abs().max())
 
 def test_texts_shorter_than_a_chunk():
     "The classifier pools the last 72 columns of batches that have 24"
@@ -99,7 +106,8 @@ def test_texts_shorter_than_a_chunk():
     losses = []
     for on_xla in (False, True):
         set_seed(0)
-        learn = text_classifier_learner(dls, AWD_LSTM, config=small | dict(n_layers=1) | plain, pretrained=False).remove_cb(ProgressCallback)
+        learn = text_classifier_learner(dls, AWD_LSTM, config=small | dict(n_layers=1) | plain,
+                                        pretrained=False).remove_cb(ProgressCallback)
         losses.append(float((learn.to_xla() if on_xla else learn).validate()[0]))
     test_close(*losses, eps=1e-5)
 
@@ -161,7 +169,8 @@ def test_pretrained(tmp_path):
     with torch.no_grad(): [p.zero_() for p in xla.model.parameters()]
     xla.to_xla()
     xla.load_pretrained(tmp_path/'models/w.pth', tmp_path/'models/w.pkl')
-    real = [i for i,w in enumerate(learn.dls.vocab) if w != 'xxfake']   # the words that fill the vocabulary up to a multiple of 8 share a row
+    # the words that fill the vocabulary up to a multiple of 8 share a row
+    real = [i for i,w in enumerate(learn.dls.vocab) if w != 'xxfake']
     for p,q in zip(fetch(list(xla.model.parameters())), learn.model.parameters(), strict=True):
         assert torch.equal(p[real], q[real]) if len(p) == len(learn.dls.vocab) else torch.equal(p, q)
 

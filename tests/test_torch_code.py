@@ -52,11 +52,16 @@ x34,x45,x233 = rand(3, 4),rand(4, 5),rand(2, 3, 3)
 mask = x34 > 0
 
 calls = dict(
-    elu=lambda x: F.elu(x, 1.3), celu=lambda x: F.celu(x, .7), selu=F.selu, selu_inplace=lambda x: F.selu(x*1, inplace=True), elu_twice=lambda x: F.elu(F.elu(x)).exp(),
-    amax=lambda x: x.amax(), amin=lambda x: x.amin(keepdim=True), amax_dims=lambda x: x.amax((0,1)), norm_inf=lambda x: x.norm(p=float('inf')), norm_zero=lambda x: x.norm(p=0, dim=1),
-    cumsum=lambda x: x.cumsum(1), cumsum_of_mask=lambda x: (x > 0).cumsum(1), cumsum_int=lambda x: (x.clamp(-3, 3)*40).to(torch.int8).cumsum(0), mask_or_flags=lambda x: mask.to(x.device) | (x*3).long(),
-    one_sample=lambda x: F.cross_entropy(x[0], torch.tensor(2, device=x.device)), one_sample_none=lambda x: F.nll_loss(x[0], torch.tensor(1, device=x.device), reduction='none'),
-    slice_before_first=lambda x: x[:,-7:].exp(), slice_to_before_first=lambda x: x[:,:-9], slice_with_step=lambda x: x[-99:99:2].exp()[...,-2:], slice_of_view=lambda x: x.t()[-9:,-1:].exp())
+    elu=lambda x: F.elu(x, 1.3), celu=lambda x: F.celu(x, .7), selu=F.selu,
+    selu_inplace=lambda x: F.selu(x*1, inplace=True), elu_twice=lambda x: F.elu(F.elu(x)).exp(),
+    amax=lambda x: x.amax(), amin=lambda x: x.amin(keepdim=True), amax_dims=lambda x: x.amax((0,1)),
+    norm_inf=lambda x: x.norm(p=float('inf')), norm_zero=lambda x: x.norm(p=0, dim=1),
+    cumsum=lambda x: x.cumsum(1), cumsum_of_mask=lambda x: (x > 0).cumsum(1),
+    cumsum_int=lambda x: (x.clamp(-3, 3)*40).to(torch.int8).cumsum(0), mask_or_flags=lambda x: mask.to(x.device) | (x*3).long(),
+    one_sample=lambda x: F.cross_entropy(x[0], torch.tensor(2, device=x.device)),
+    one_sample_none=lambda x: F.nll_loss(x[0], torch.tensor(1, device=x.device), reduction='none'),
+    slice_before_first=lambda x: x[:,-7:].exp(), slice_to_before_first=lambda x: x[:,:-9],
+    slice_with_step=lambda x: x[-99:99:2].exp()[...,-2:], slice_of_view=lambda x: x.t()[-9:,-1:].exp())
 
 def results(f, dev):
     "Value of `f`, and its gradient where it has one"
@@ -84,9 +89,12 @@ def test_slices_before_the_first_element_are_views():
 
 # Einsum
 
-equations = {'ij,jk->ik': (x34, x45), 'ij,kj': (x34, rand(2, 4)), '...ij,...jk->...ik': (x233, rand(5, 1, 3, 4)), 'ij,jk->ik size 1': (x34, rand(1, 5)), 'ij,ij->j': (rand(1, 4), x34), 'ii': (x233[0],), 'ii->i': (x233[0],), 'bii->bi': (x233,),
-    'ij->': (x34,), 'i,j->ij': (x34[0], x34[1]), 'bij,bjk,bkl->bil': (x233, x233, x233), '...d,d->...': (x34, x34[0]), 'ijk,jk->i': (x233, x233[0]), 'bhqd,bhkd->bhqk': (rand(2, 2, 3, 4), rand(2, 2, 5, 4))}
-mismatched = {'ij,jk->ik': (x34, x34), 'bij,bjk->bik': (x233, rand(3, 3, 3)), 'i,i->': (x34[0], x45[0]), 'ij,ij->ij': (x34, rand(3, 5)), 'ii->i': (x34,), 'ij,jk->iq': (x34, x45), 'ij,jk->': (x34,), 'ij->iij': (x34,)}
+equations = {'ij,jk->ik': (x34, x45), 'ij,kj': (x34, rand(2, 4)), '...ij,...jk->...ik': (x233, rand(5, 1, 3, 4)),
+    'ij,jk->ik size 1': (x34, rand(1, 5)), 'ij,ij->j': (rand(1, 4), x34), 'ii': (x233[0],), 'ii->i': (x233[0],), 'bii->bi': (x233,),
+    'ij->': (x34,), 'i,j->ij': (x34[0], x34[1]), 'bij,bjk,bkl->bil': (x233, x233, x233), '...d,d->...': (x34, x34[0]),
+    'ijk,jk->i': (x233, x233[0]), 'bhqd,bhkd->bhqk': (rand(2, 2, 3, 4), rand(2, 2, 5, 4))}
+mismatched = {'ij,jk->ik': (x34, x34), 'bij,bjk->bik': (x233, rand(3, 3, 3)), 'i,i->': (x34[0], x45[0]),
+              'ij,ij->ij': (x34, rand(3, 5)), 'ii->i': (x34,), 'ij,jk->iq': (x34, x45), 'ij,jk->': (x34,), 'ij->iij': (x34,)}
 
 def einsum(eq, ts, dev, dtype):
     ts = [t.detach().to(dev, dtype).requires_grad_() for t in ts]
@@ -147,7 +155,8 @@ def test_graphs_that_differ_in_their_operands_have_their_own_values():
     m,n = rand(3, 3),rand(3, 3)
     on_xla = send([m, n], dev)
     sync()
-    reads = dict(cpu=lambda t: t.cpu(), tolist=lambda t: torch.tensor(t.tolist()), copy=lambda t: t.to('cpu', torch.float64).float(), fetch=fetch, each=lambda t: torch.tensor([o.item() for o in t.flatten()]).view(3, 3))
+    reads = dict(cpu=lambda t: t.cpu(), tolist=lambda t: torch.tensor(t.tolist()), copy=lambda t: t.to('cpu', torch.float64).float(),
+                 fetch=fetch, each=lambda t: torch.tensor([o.item() for o in t.flatten()]).view(3, 3))
     for read in reads.values():
         for last in 'mn': torch.testing.assert_close(read(product(*on_xla, last)), product(m, n, last), rtol=1e-4, atol=1e-5)
 
@@ -165,9 +174,13 @@ def test_programs_of_such_graphs_are_two():
 
 # Bad arguments
 
-bad = dict(mm=lambda x: x.mm(x), bmm=lambda x: x[None].bmm(x[None]), cat=lambda x: torch.cat([x, x[:, :2]]), index_shape=lambda x: x[(x > 0)[:2]], view=lambda x: x.view(5, 3), stack=lambda x: torch.stack([x, x[0]]), add=lambda x: x + x[0, :3],
-    grid=lambda x: F.grid_sample(x[None,None], torch.zeros(2, 2, 2, 2, device=x.device), align_corners=False), gather=lambda x: x.gather(1, torch.zeros(4, 1, dtype=torch.int64, device=x.device)), topk=lambda x: x.topk(9), linear=lambda x: F.linear(x, x[:, :2]),
-    cross_entropy=lambda x: F.cross_entropy(x, torch.zeros(2, dtype=torch.int64, device=x.device)), histc=lambda x: x.histc(0), layer_norm=lambda x: F.layer_norm(x, (3,)), conv=lambda x: F.conv1d(x[None], x[None, :2]), expand=lambda x: x.expand(2, 4))
+bad = dict(mm=lambda x: x.mm(x), bmm=lambda x: x[None].bmm(x[None]), cat=lambda x: torch.cat([x, x[:, :2]]),
+    index_shape=lambda x: x[(x > 0)[:2]], view=lambda x: x.view(5, 3), stack=lambda x: torch.stack([x, x[0]]), add=lambda x: x + x[0, :3],
+    grid=lambda x: F.grid_sample(x[None,None], torch.zeros(2, 2, 2, 2, device=x.device), align_corners=False),
+    gather=lambda x: x.gather(1, torch.zeros(4, 1, dtype=torch.int64, device=x.device)),
+    topk=lambda x: x.topk(9), linear=lambda x: F.linear(x, x[:, :2]),
+    cross_entropy=lambda x: F.cross_entropy(x, torch.zeros(2, dtype=torch.int64, device=x.device)), histc=lambda x: x.histc(0),
+    layer_norm=lambda x: F.layer_norm(x, (3,)), conv=lambda x: F.conv1d(x[None], x[None, :2]), expand=lambda x: x.expand(2, 4))
 
 @pytest.mark.parametrize('name', bad)
 def test_wrong_sizes_are_an_error(name):

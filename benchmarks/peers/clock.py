@@ -28,7 +28,8 @@ class Clock:
 
     def tell(self, **kw): print(json.dumps(kw), file=self.cfg.out)
 
-    def now(self): return dict(wall_ms=time.perf_counter()*1e3, host_ms=time.thread_time()*1e3, cpu_ms=time.process_time()*1e3) | self.counts()
+    def now(self):
+        return dict(wall_ms=time.perf_counter()*1e3, host_ms=time.thread_time()*1e3, cpu_ms=time.process_time()*1e3) | self.counts()
 
     def begin(self):
         "In the training thread, before the epoch's first batch is asked for. After the warm-up, waits for the driver's word"
@@ -56,7 +57,8 @@ class Clock:
         diff.pop('compile_s', None)
         if self.epoch >= self.cfg.warm:
             self.tell(row={k: v/n for k,v in diff.items()} | dict(late_compiles=late, steps=n, first_s=self.first_s, rss_mb=rss_mb(),
-                **{k: self.total.get(k) for k in ('compiles', 'compile_s')}, peak_mb=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss/2**10))
+                **{k: self.total.get(k) for k in ('compiles', 'compile_s')},
+                peak_mb=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss/2**10))
         self.epoch += 1
 
     @property

@@ -3,9 +3,11 @@ import torch
 from torch import nn
 import torch.nn.functional as F
 
-def conv(ni, nf, stride=1): return nn.Sequential(nn.Conv2d(ni, nf, 3, stride, 1, bias=False), nn.BatchNorm2d(nf), nn.ReLU())   # fastai's ConvLayer
+# fastai's ConvLayer
+def conv(ni, nf, stride=1): return nn.Sequential(nn.Conv2d(ni, nf, 3, stride, 1, bias=False), nn.BatchNorm2d(nf), nn.ReLU())
 
-def convnet(): return nn.Sequential(conv(1, 32, 2), conv(32, 64, 2), conv(64, 128, 2), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(128, 10))
+def convnet():
+    return nn.Sequential(conv(1, 32, 2), conv(32, 64, 2), conv(64, 128, 2), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(128, 10))
 
 class Block(nn.Module):
     "A pre-norm transformer block; takes and returns (n, length, d)"

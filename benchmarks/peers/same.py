@@ -41,7 +41,8 @@ def check(name, layout):
     net,p0,s0,opt_init,update = with_jax.make(name)
     model = models.make_model(name).double()
     opt = models.make_opt(name, model.parameters())
-    x = torch.randint(200, (4,64)) if name == 'transformer' else torch.randn(4, *((1,28,28) if name == 'convnet' else (3,64,64)), dtype=torch.float64)
+    x = (torch.randint(200, (4,64)) if name == 'transformer'
+         else torch.randn(4, *((1,28,28) if name == 'convnet' else (3,64,64)), dtype=torch.float64))
     y = torch.randint(200, (4,64)) if name == 'transformer' else torch.randint(10, (4,))
     p,s = converted(name, model)
     assert {k: v.shape for k,v in (p|s).items()} == {k: v.shape for k,v in (p0|s0).items()}
@@ -54,7 +55,8 @@ def check(name, layout):
         opt.step()
         state,loss_j = step(state, xj, y.numpy())
     p,s = converted(name, model)
-    worst = [abs(float(loss_j)-loss.item())] + [max((np.abs(a[k]-b[k]).max() for k in a), default=0.) for a,b in ((p,state[0]), (s,state[1]))]
+    worst = [abs(float(loss_j)-loss.item())] + [max((np.abs(a[k]-b[k]).max() for k in a), default=0.)
+                                                for a,b in ((p,state[0]), (s,state[1]))]
     print(f'{name:12} {layout}  differences: loss {worst[0]:.0e}, weights {worst[1]:.0e}, statistics {worst[2]:.0e}', flush=True)
     assert max(worst) < 1e-6
 

@@ -65,7 +65,8 @@ def run(cfg):
     clock = Clock(cfg, counts, wait, first=8 if cfg.peer.endswith('k8') else 1)
     cbs = rnn_cbs(2, 1) if cfg.model == 'awd_lstm' else []
     opt_func = partial(SGD, mom=.9) if uses_sgd(cfg.model) else Adam
-    learn = Learner(dls, make_model(cfg.model), CrossEntropyLossFlat(), opt_func=opt_func, metrics=accuracy, cbs=[*cbs, First(clock), Last(clock)])
+    learn = Learner(dls, make_model(cfg.model), CrossEntropyLossFlat(), opt_func=opt_func,
+                    metrics=accuracy, cbs=[*cbs, First(clock), Last(clock)])
     try: starts[cfg.peer](learn)
     except Missing as e: return clock.tell(missing=str(e))
     learn.fit(clock.epochs, lr_of(cfg.model))

@@ -12,7 +12,8 @@ layout = 'NCHW'
 # Layers: parameters in `p`, running statistics in `s`, both by name; new statistics go into `new`
 
 def conv_init(g, ni, nf, k): return (g.standard_normal((nf, ni, k, k))*(2/(ni*k*k))**.5).astype(np.float32)
-def conv(w, x, stride=1): return lax.conv_general_dilated(x, w, (stride, stride), [(w.shape[2]//2,)*2]*2, dimension_numbers=(layout, 'OIHW', layout))
+def conv(w, x, stride=1):
+    return lax.conv_general_dilated(x, w, (stride, stride), [(w.shape[2]//2,)*2]*2, dimension_numbers=(layout, 'OIHW', layout))
 
 def rows_cols(): return layout.index('H'), layout.index('W')
 def wide(v): return v[:,None,None] if layout == 'NCHW' else v
@@ -33,7 +34,8 @@ def bn(p, s, new, name, x, train):
     return x*wide(scale) + wide(p[f'{name}.b']-m*scale)
 
 def linear_init(p, g, name, ni, nf):
-    p[f'{name}.w'],p[f'{name}.b'] = (g.uniform(-1, 1, (ni, nf))*ni**-.5).astype(np.float32),(g.uniform(-1, 1, nf)*ni**-.5).astype(np.float32)
+    p[f'{name}.w'],p[f'{name}.b'] = ((g.uniform(-1, 1, (ni, nf))*ni**-.5).astype(np.float32),
+                                     (g.uniform(-1, 1, nf)*ni**-.5).astype(np.float32))
 def linear(p, name, x): return x@p[f'{name}.w']+p[f'{name}.b']
 
 # Networks: a list of (name, input channels, channels, kernel, stride) makes parameters; a function applies them

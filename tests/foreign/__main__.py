@@ -13,7 +13,8 @@ def run_notebook(path, recipes):
     args = path,cells,module,recipe,recipes
     on_cpu,on_xla = run(*args, 'cpu'),run(*args, 'xla')
     rows = compare(cells, module, on_cpu, on_xla)
-    if any(r['verdict'] in ('differs', 'fails only on XLA') for r in rows): rows = compare(cells, module, on_cpu, on_xla, run(*args, 'nudged'))
+    if any(r['verdict'] in ('differs', 'fails only on XLA') for r in rows):
+        rows = compare(cells, module, on_cpu, on_xla, run(*args, 'nudged'))
     return [dict(notebook=path.stem, **row) for row in rows]
 
 def chosen(folder, recipes, only):
@@ -27,7 +28,8 @@ def summary(rows):
 
 def _show(rows):
     for r in rows:
-        if r['verdict'] not in ('same', 'library', 'left out'): print(f"  {r['cell']:>3} {r['verdict']}: {r['first'][:60]}\n      {r['detail'][:700]}")
+        if r['verdict'] not in ('same', 'library', 'left out'):
+            print(f"  {r['cell']:>3} {r['verdict']}: {r['first'][:60]}\n      {r['detail'][:700]}")
     print('  ' + summary(rows), flush=True)
 
 def _write(out, rows):
@@ -37,7 +39,8 @@ def _write(out, rows):
         w.writerows(rows)
 
 def main():
-    parser = argparse.ArgumentParser('python -m tests.foreign', description='Run notebooks on the CPU and on XLA, and compare them cell by cell')
+    parser = argparse.ArgumentParser('python -m tests.foreign',
+                                     description='Run notebooks on the CPU and on XLA, and compare them cell by cell')
     parser.add_argument('folder', type=Path, help='folder of notebooks')
     parser.add_argument('--only', nargs='+', help='parts of the names of the notebooks to run')
     parser.add_argument('--recipes', type=Path, help='folder of recipes: notebook.py for notebook.ipynb')

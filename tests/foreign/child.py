@@ -47,7 +47,8 @@ class DefaultCallbacks:
         source = cell['source']
         if self.learner.search(source): self.add(Recorder, CastToTensor)
         if self.progress.search(source): self.add(Recorder, ProgressCallback, CastToTensor)
-        if cell['export'] and 'defaults.callbacks.append' in source: self.add(*(c for c in (Recorder, ProgressCallback, CastToTensor) if c.__name__ in source))
+        if cell['export'] and 'defaults.callbacks.append' in source:
+            self.add(*(c for c in (Recorder, ProgressCallback, CastToTensor) if c.__name__ in source))
     def add(self, *cbs): defaults.callbacks += [c for c in cbs if c not in defaults.callbacks]
 
 def shown(captured):

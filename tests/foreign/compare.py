@@ -65,7 +65,8 @@ def warned(a, b):
     "Warnings of one run only"
     by_kind = lambda ws: {(c, m[:60]): m for c,m in ws}
     a,b = by_kind(a['warnings']),by_kind(b['warnings'])
-    return [f'only on XLA, {k[0]}: {m[:400]}' for k,m in b.items() if k not in a] + [f'only on the CPU, {k[0]}: {m[:200]}' for k,m in a.items() if k not in b]
+    return ([f'only on XLA, {k[0]}: {m[:400]}' for k,m in b.items() if k not in a]
+            + [f'only on the CPU, {k[0]}: {m[:200]}' for k,m in a.items() if k not in b])
 
 # Random numbers of the device
 
@@ -114,7 +115,8 @@ def costs(res):
     "Costs of the last fit of the cell, per steady training batch, as the report tells them"
     cost = next((l['cost'] for l in (res or {}).get('learners', {}).values() if 'cost' in l), {})
     train = cost.get('steady', {}).get('training', {})
-    return dict(executions=train.get('executions', ''), compiles=train.get('compiles', ''), to_host=train.get('to host', ''), reasons=' '.join(cost.get('reasons', [])))
+    return dict(executions=train.get('executions', ''), compiles=train.get('compiles', ''),
+                to_host=train.get('to host', ''), reasons=' '.join(cost.get('reasons', [])))
 
 def compare(cells, module, on_cpu, on_xla, nudged=None):
     "A row for each cell"

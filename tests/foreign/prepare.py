@@ -75,7 +75,8 @@ class Making:
     def moved(self, learn):
         from fastai.learner import Learner
         if self.depth or not isinstance(learn, Learner): return
-        if getattr(learn, 'dls', None) is None or getattr(learn, 'model', None) is None: self.unmoved.append('a learner without dataloaders or model')
+        if getattr(learn, 'dls', None) is None or getattr(learn, 'model', None) is None:
+            self.unmoved.append('a learner without dataloaders or model')
         else: self.act(learn)
 
     def factory(self, f):

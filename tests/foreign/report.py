@@ -30,4 +30,5 @@ def named(
     "Cells and their reasons, where one is known, else what was seen"
     found = rows[rows.verdict.isin(which or (*bad, 'warns'))]
     why = found.why.where(found.why != '', found.detail.str.slice(0, 300))
-    return pd.DataFrame(dict(notebook=found.notebook, cell=found.cell, line=found['first'], verdict=found.verdict, why=why)).reset_index(drop=True)
+    return pd.DataFrame(dict(notebook=found.notebook, cell=found.cell, line=found['first'],
+                             verdict=found.verdict, why=why)).reset_index(drop=True)

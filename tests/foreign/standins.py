@@ -125,7 +125,8 @@ def imdb(path):
 @stands_for('WIKITEXT_TINY', 'WIKITEXT')
 def wikitext(path):
     r = rng('wikitext')
-    for name,n in (('train', 60), ('test', 12)): (path/f'{name}.csv').write_text('\n'.join(f'"{review(r, i%2, 80)}"' for i in range(n))+'\n')
+    for name,n in (('train', 60), ('test', 12)):
+        (path/f'{name}.csv').write_text('\n'.join(f'"{review(r, i%2, 80)}"' for i in range(n))+'\n')
 
 @stands_for('ADULT_SAMPLE')
 def adult(path):
@@ -139,13 +140,15 @@ def adult(path):
     for i in range(1200):
         row = {k: ' '+v if v else v for k,v in ((k, r.choice(v)) for k,v in cats.items())}
         age = r.integers(18, 80)
-        row |= dict(zip(('age', 'fnlwgt', 'capital-gain', 'capital-loss', 'hours-per-week'), (age, r.integers(20000, 400000), r.choice([0, 5000]), 0, r.integers(10, 70))))
+        row |= dict(zip(('age', 'fnlwgt', 'capital-gain', 'capital-loss', 'hours-per-week'),
+                        (age, r.integers(20000, 400000), r.choice([0, 5000]), 0, r.integers(10, 70))))
         row['education-num'] = '' if i % 17 == 0 else float(r.integers(5, 16))
         row['salary'] = '>=50k' if age > 45 else '<50k'
         rows.append([row[k] for k in order])
     labels_csv(path/'adult.csv', order, rows)
 
-def _ratings(r, n, users, movies): return [(r.integers(1, users+1), r.integers(1, movies+1), r.integers(1, 6), 880000000+i) for i in range(n)]
+def _ratings(r, n, users, movies):
+    return [(r.integers(1, users+1), r.integers(1, movies+1), r.integers(1, 6), 880000000+i) for i in range(n)]
 
 @stands_for('ML_SAMPLE')
 def ml_sample(path):
@@ -156,7 +159,8 @@ def ml_100k(path):
     r = rng('ml_100k')
     for name,n in (('u.data', 2000), ('u1.base', 1600), ('u1.test', 400)):
         (path/name).write_text('\n'.join('\t'.join(map(str, o)) for o in _ratings(r, n, 60, 80))+'\n')
-    (path/'u.item').write_bytes('\n'.join(f'{i}|Movie {i} (1995)|01-Jan-1995||http://none|'+'|'.join('0'*19) for i in range(1, 81)).encode('latin-1'))
+    (path/'u.item').write_bytes('\n'.join(f'{i}|Movie {i} (1995)|01-Jan-1995||http://none|'+'|'.join('0'*19)
+                                          for i in range(1, 81)).encode('latin-1'))
 
 numerals = 'one two three four five six seven eight nine'.split()
 

@@ -86,12 +86,18 @@ def auctions(seed, n, first, last):
     rng = np.random.default_rng(seed)
     days = (pd.Timestamp(last) - pd.Timestamp(first)).days
     group,base,desc = rng.integers(0, 6, n),rng.integers(0, 12, n),rng.integers(0, 8, n)
-    df = pd.DataFrame({'SalesID': np.arange(n) + 1139246 + seed*10**5, 'MachineID': rng.integers(9e5, 2e6, n), 'ModelID': base*100 + desc, 'datasource': rng.integers(121, 125, n),
-        'YearMade': rng.integers(1970, 2010, n), 'MachineHoursCurrentMeter': rng.uniform(0, 2e4, n).round(), 'UsageBand': rng.choice(['Low', 'Medium', 'High'], n),
-        'saledate': [str(pd.Timestamp(first) + pd.Timedelta(days=int(d))) for d in rng.integers(0, days, n)], 'state': rng.choice(['Texas', 'Florida', 'Ohio', 'Utah'], n),
-        'ProductGroup': np.array(groups)[group], 'ProductGroupDesc': [f'{groups[g]} described' for g in group], 'ProductSize': rng.choice(sizes, n), 'fiModelDesc': [f'{b}{"ABCDEFGH"[d]}' for b,d in zip(base, desc)],
-        'fiBaseModel': [f'{b}' for b in base], 'fiModelDescriptor': rng.choice(['L', 'XL', 'LGP'], n), 'fiSecondaryDesc': rng.choice(['C', 'D', 'E'], n), 'Drive_System': rng.choice(['Two Wheel', 'Four Wheel'], n),
-        'Enclosure': rng.choice(['OROPS', 'EROPS', 'EROPS w AC'], n), 'Hydraulics_Flow': rng.choice(['Standard', 'High'], n), 'Grouser_Tracks': rng.choice(['None', 'Yes'], n), 'Coupler_System': rng.choice(['None', 'Yes'], n)})
+    df = pd.DataFrame({'SalesID': np.arange(n) + 1139246 + seed*10**5, 'MachineID': rng.integers(9e5, 2e6, n),
+        'ModelID': base*100 + desc, 'datasource': rng.integers(121, 125, n),
+        'YearMade': rng.integers(1970, 2010, n), 'MachineHoursCurrentMeter': rng.uniform(0, 2e4, n).round(),
+        'UsageBand': rng.choice(['Low', 'Medium', 'High'], n),
+        'saledate': [str(pd.Timestamp(first) + pd.Timedelta(days=int(d))) for d in rng.integers(0, days, n)],
+        'state': rng.choice(['Texas', 'Florida', 'Ohio', 'Utah'], n),
+        'ProductGroup': np.array(groups)[group], 'ProductGroupDesc': [f'{groups[g]} described' for g in group],
+        'ProductSize': rng.choice(sizes, n), 'fiModelDesc': [f'{b}{"ABCDEFGH"[d]}' for b,d in zip(base, desc)],
+        'fiBaseModel': [f'{b}' for b in base], 'fiModelDescriptor': rng.choice(['L', 'XL', 'LGP'], n),
+        'fiSecondaryDesc': rng.choice(['C', 'D', 'E'], n), 'Drive_System': rng.choice(['Two Wheel', 'Four Wheel'], n),
+        'Enclosure': rng.choice(['OROPS', 'EROPS', 'EROPS w AC'], n), 'Hydraulics_Flow': rng.choice(['Standard', 'High'], n),
+        'Grouser_Tracks': rng.choice(['None', 'Yes'], n), 'Coupler_System': rng.choice(['None', 'Yes'], n)})
     parts = [pd.factorize(df[c], sort=True)[0]*.25 for c in ('ProductSize', 'fiModelDescriptor', 'fiSecondaryDesc', 'Enclosure', 'state')]
     parts += [pd.factorize(df[c], sort=True)[0]*.6 for c in ('Hydraulics_Flow', 'Grouser_Tracks', 'Coupler_System')]
     log = 8.3 + .1*group + .05*base + .05*desc + (df.YearMade-1970)*.015 + sum(parts)*.4 + (df.SalesID%97)*.004 + (df.MachineID%1e5)*3e-6
