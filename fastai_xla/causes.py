@@ -220,7 +220,9 @@ _cures = dict(shape="Give all batches one shape.", dtype="Give all batches one d
 _reads = {'_local_scalar_dense': 'a number was read from the device: `.item()`, `float()`, `bool()` or an `if`',
     '_to_copy': 'a tensor was copied to the host: `.cpu()`, `.numpy()`, `.tolist()` or `print`'}
 def _functional(o, args):
-    "What a factory or a copy to the device made, as it is without a mode: in one, torch_xla leaves out the wrapper for in-place operators and views"
+    """What a factory or a copy to the device made, as it is without a mode
+
+    In one, torch_xla leaves out the wrapper for in-place operators and views"""
     made = isinstance(o, torch.Tensor) and is_xla(o) and not has_xla(args) and not torch._is_functional_tensor(o)
     return torch._to_functional_tensor(o) if made else o
 

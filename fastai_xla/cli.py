@@ -1,4 +1,4 @@
-"""Two of the console scripts, `fastai_xla_demo` and `fastai_xla_doctor` (`fastai_xla_coverage` is in `coverage`, `fastai_xla_parity` in `parity.backends`)
+"""The console scripts `fastai_xla_demo` and `fastai_xla_doctor` (those of coverage and parity are in `coverage` and `parity.backends`)
 
 Docs: https://fastai-xla.github.io/fastai_xla/api/cli.html.md"""
 

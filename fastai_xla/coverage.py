@@ -173,7 +173,9 @@ class Case:
         make:Callable, # Returns a `Learner`
         run:Callable=None, # What is done with it; 2 epochs of one-cycle by default
         extra:int=0, # Graphs that come later than the second batch: of an algorithm with several kinds of step, of texts of several lengths
-        beside:tuple=(0,0), # At most how many programs beside the step's in a training and in a validation batch: of callbacks that want the batch before the step, and of transforms that draw on the host
+        # At most how many programs beside the step's in a training and in a validation batch:
+        # of callbacks that want the batch before the step, and of transforms that draw on the host
+        beside:tuple=(0,0),
         remark:str='', # Why it differs
     ):
         store_attr()
@@ -309,7 +311,9 @@ def measure(
     case:Case, # What is measured
     cpu:bool=True, # Train on the CPU as well, to compare the time per step?
 ) -> dict: # A row of the table
-    "What a case costs per steady batch: from the third of training and of validation on, without the first of each validation and those that are traced to be recorded"
+    """What a case costs per steady batch
+
+    From the third of training and of validation on, without the first of each validation and those that are traced to be recorded"""
     if case.group == 'inference': return _measure_call(case)
     before = xla_counts()
     cb = _run(case, True)._costs
@@ -319,9 +323,9 @@ def measure(
     train,valid = ([c for c,r in cs if not r or late > 2*(case.extra+2)] for cs in (train, valid))
     if sum(c.compiles for c in train+valid) <= case.extra: train,valid = ([c for c in cs if not c.compiles] for cs in (train, valid))
     cost,n = sum(train+valid, XLACounts()),len(train+valid)
-    row = dict(case=case.name,
-        kept=all(1 <= c.executions <= 1+b and not c.compiles and not c.to_host-c.looks and not c.fallbacks for cs,b in (
-        (train, case.beside[0]), (valid, case.beside[1])) for c in cs) and len(train) >= 5,
+    def keeps(c, beside): return 1 <= c.executions <= 1+beside and not c.compiles and not c.to_host-c.looks and not c.fallbacks
+    steady = all(keeps(c, b) for cs,b in zip((train, valid), case.beside) for c in cs)
+    row = dict(case=case.name, kept=steady and len(train) >= 5,
         executions=cost.executions/n, compiles=cost.compiles, to_host=cost.to_host-cost.looks,
         fallbacks=', '.join(cost.fallbacks), graphs=total.compiles, ms=cb.ms, remark=case.remark)
     if cpu: row['cpu_ms'] = _run(case, False)._costs.ms

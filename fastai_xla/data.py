@@ -165,7 +165,9 @@ def feed(
     dl, # `DataLoader`
     group:int=1, # Batches in one transfer, where they may be read ahead
 ): # `Fed` objects, one per batch
-    "The batches of a `feedable` `dl`, read ahead where that changes no number. Of any other `dl`, `raw` is what it yields, wherever that is"
+    """The batches of a `feedable` `dl`, read ahead where that changes no number
+
+    Of any other `dl`, `raw` is what it yields, wherever that is"""
     if not feedable(dl):
         for b in dl: yield Fed(b, noop)
         return

@@ -214,7 +214,7 @@ def read_graph(
     "Read torch_xla's text of a graph"
     found = [(m, l.strip()) for l in text.splitlines() for m in [_node_re.match(l.strip())] if m]
     return [Node(int(m[1]), m[3], shapes_in(m[2]), [int(i) for i in re.findall(r'%(\d+)', m[4])],
-        _scope(_field(l, 'scope')), _field(l, 'location'),
+                 _scope(_field(l, 'scope')), _field(l, 'location'),
         'ROOT=' in l) for m,l in found]
 
 # %% ../nbs/api/02b_hlo.ipynb #95e12fd6

@@ -35,7 +35,8 @@ from .replay import *
 from .moves import *
 import fastai_xla.loop
 import fastai_xla.compat.progress, fastai_xla.compat.tracker, fastai_xla.compat.schedule, fastai_xla.compat.transform
-import fastai_xla.compat.augment, fastai_xla.compat.mixup, fastai_xla.compat.metrics, fastai_xla.compat.fp16, fastai_xla.compat.text, fastai_xla.compat.gan, fastai_xla.compat.hook
+import fastai_xla.compat.augment, fastai_xla.compat.mixup, fastai_xla.compat.metrics, fastai_xla.compat.fp16
+import fastai_xla.compat.text, fastai_xla.compat.gan, fastai_xla.compat.hook
 from .lowerings.all import register_lowerings
 
 # %% ../nbs/api/07_learner.ipynb #9c0526e3
@@ -195,7 +196,9 @@ def _recorder(learn, n_steps, replay):
 @patch
 def to_xla(self:Learner,
     device:torch.device|str|int|None=None, # XLA device, its name or number; the first one by default
-    replay:bool|str='auto', # Record each step once and run it again, where that is proved safe? `False` traces every step; `True` warns of what cannot be recorded; `'audit'` traces recorded steps again from time to time and compares
+    # Record each step once and run it again, where that is proved safe? `False` traces every step; `True` warns of what
+    # cannot be recorded; `'audit'` traces recorded steps again from time to time and compares
+    replay:bool|str='auto',
     steps_per_execution:int=1, # Steps that are recorded and run as one program: for small models, where the device waits for Python
     cache:str|None=None, # Folder in which compiled programs are kept for the next process, where the device's compiler can read them back
 ) -> Learner: # The learner itself
@@ -231,7 +234,8 @@ def _warn_without(learn):
                "longer than the last. And an optimizer that was made before the model has moved holds parameters which the "
                "model has no longer: nothing trains, silently")
     elif is_xla(p):
-        why = f"the model is there and its dataloaders are on {there or 'the CPU'}, to which fastai brings the model back: it does not train on XLA, and an optimizer made before that trains nothing"
+        why = (f"the model is there and its dataloaders are on {there or 'the CPU'}, to which fastai brings the model back: "
+               "it does not train on XLA, and an optimizer made before that trains nothing")
     else: return
     warnings.warn(f"This learner has been moved to XLA by hand, without `learn.to_xla()`: {why}. "
                   f"Call `learn.to_xla()` instead of `.to(device)` on the model or the dataloaders.")

@@ -226,9 +226,9 @@ def _kind(m): return next(((k,d) for k,c in _kinds.items() for d,t in c.items() 
 def _read(m):
     "What a norm layer is made of"
     kind,ndim = _kind(m)
-    res = SimpleNamespace(kind=kind, nf=m.num_channels if kind == 'group' else m.nf if kind == 'frozen' else m.num_features,
-                          eps=m.eps, mom=getattr(m, 'momentum', .1),
-                          ndim=getattr(m, 'ndim', ndim), weight=m.weight, bias=m.bias,
+    nf = m.num_channels if kind == 'group' else m.nf if kind == 'frozen' else m.num_features
+    res = SimpleNamespace(kind=kind, nf=nf, ndim=getattr(m, 'ndim', ndim),
+                          eps=m.eps, mom=getattr(m, 'momentum', .1), weight=m.weight, bias=m.bias,
                           mean=getattr(m, 'running_mean', None), var=getattr(m, 'running_var', None), count=None)
     if kind == 'running': res.count = m.count
     elif res.mean is not None: res.count = (getattr(m, 'num_batches_tracked', res.mean.new_ones(())) > 0)*_settled(res.mom)

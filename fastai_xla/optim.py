@@ -51,9 +51,10 @@ class SAM(Callback):
     order,run_valid = MixedPrecision.order-2,False
     def __init__(self,
         rho:float=.05, # Distance of the perturbation; with `adaptive` some ten times as much
-        adaptive:bool=False, # Measure the distance relative to each weight, as in ASAM ([Kwon et al. 2021](https://arxiv.org/abs/2102.11600))?
+        # Measure the distance relative to each weight, as in ASAM ([Kwon et al. 2021](https://arxiv.org/abs/2102.11600))?
+        adaptive:bool=False,
         eta:float=.01, # With `adaptive`, added to each weight's size
-        only:callable=None, # Which parameters to perturb: takes name and parameter, returns a bool; all that the optimizer trains by default
+        only:callable=None, # Which parameters to perturb: takes name and parameter, returns a bool; all that are trained by default
     ):
         if rho <= 0: raise ValueError(f"SAM(rho={rho}): the distance must be positive. To train without SAM, leave the callback away.")
         store_attr()

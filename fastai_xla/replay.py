@@ -100,8 +100,9 @@ class Replay:
     ):
         self.n_steps,self.warn,self.audited,self.laters = n_steps,warn,audited,{}
         self.learn,self.recs,self.why,self.watch,self.seen,self.n_seen = learn,{},Counter(),None,{},0
-        # sizes: layer that counts its forward passes -> their batch sizes in a step, but the last
-        self.feds,self.later,self.key,self.kind,self.held,self.looked,self.sizes = None,[],None,None,{},None,{}
+        self.feds,self.later,self.held = None,[],{}
+        self.key,self.kind,self.looked = None,None,None
+        self.sizes = {}   # layer that counts its forward passes -> their batch sizes in a step, but the last
         self.failed = {True: 0, False: 0}   # training? -> kinds of batches refused since one was recorded
         self.texts = {}   # reason -> how it was told first
         self.used = set()   # kinds of batches in this fit
@@ -117,8 +118,8 @@ class Replay:
         self.ran_at = None   # `n_moves` after a step that was run again, where callbacks may draw or run something
         self.passes,self.audits,self.auditing = 0,Counter(),False   # over a dataloader, in fits; training? -> audits of this fit
         self.moved,self.tracing = False,False   # was this batch traced?
-        # why the batch transforms are no part of the step; what ran beside the step -> batches of this fit
-        self.apart,self.beside = '',Counter()
+        self.apart = ''   # why the batch transforms are no part of the step
+        self.beside = Counter()   # what ran beside the step -> batches of this fit
 
     def __reduce__(self): return Replay, (self.learn, self.n_steps, self.warn, self.audited)   # a copy of the learner records anew
 
@@ -405,11 +406,10 @@ def _check_learner(self:Replay, held):
 def _stale(learn, why, n):
     "What to tell where an audit fails after `n` replayed batches"
     where = f"{'training' if learn.training else 'validation'}, epoch {getattr(learn, 'epoch', 0)}, batch {learn.iter}"
-    return (f"In {where}, {why}. From here on steps are retraced. The {n} batches of this "
-            f"kind that were replayed since the last audit may have used an old value: "
-        "something that the step reads has changed where a recording does not "
-        "see it. `to_xla(replay=False)` retraces every step from the start; "
-        "a number that is an attribute of the learner, such as `learn.alpha`, is an input of a recording.")
+    return (f"In {where}, {why}. From here on steps are retraced. The {n} batches of this kind that were replayed "
+            "since the last audit may have used an old value: something that the step reads has changed where a recording "
+            "does not see it. `to_xla(replay=False)` retraces every step from the start; "
+            "a number that is an attribute of the learner, such as `learn.alpha`, is an input of a recording.")
 
 def _zeros(met, device):
     "A metric whose sum has not begun starts from zeros on the device"
@@ -448,7 +448,9 @@ def _forget(self:Replay):
 
 @patch
 def _refuse(self:Replay, e):
-    "Write down why, and leave all as a plain step expects it. The first batch of a fit may set up what later ones find, so there is a second try"
+    """Write down why, and leave all as a plain step expects it
+
+    The first batch of a fit may set up what later ones find, so there is a second try"""
     text = str(e) if isinstance(e, Refused) else f"{type(e).__name__} while the step was traced: {e}"
     why = self.reason = self.texts.setdefault(getattr(e, 'why', text), text)
     self.why[why] += 1

@@ -181,8 +181,9 @@ class XLACounts:
         compile_s:float=0., # Seconds of compiling
         fallbacks:Counter|None=None, # Operators without an XLA kernel that ran on the CPU -> how often
     ):
-        self.compiles,self.executions,self.to_host,self.looks,self.to_device,self.compile_s = (
-            compiles,executions,to_host,looks,to_device,compile_s)
+        self.compiles,self.compile_s = compiles,compile_s
+        self.executions,self.looks = executions,looks
+        self.to_host,self.to_device = to_host,to_device
         self.fallbacks = Counter(fallbacks) if fallbacks else Counter()
     def _combine(self, other, f):
         return type(self)(*map(f, self._numbers(self), self._numbers(other)),
@@ -441,9 +442,10 @@ def graph_scope(
 def use_cache(
     folder, # Where to keep compiled programs
 ) -> str: # Why they are not kept; empty if they are
-    """Keep compiled programs in `folder` for later processes, where the device's compiler can read them back. Has to come before the first program
+    """Keep compiled programs in `folder` for later processes, where the device's compiler can read them back
 
-    A small program that is always the same tells whether it can: the first process with this folder writes it, the others try to read it."""
+    Has to come before the first program. A small program that is always the same tells whether it can:
+    the first process with this folder writes it, the others try to read it."""
     if torch_xla.runtime.device_type() == 'CPU': return "XLA's compiler for the CPU writes programs, but cannot read them back"
     if os.environ.get('XLA_PERSISTENT_CACHE_PATH') == str(folder): return ''   # in use since an earlier call
     try: torch_xla.runtime.initialize_cache(str(folder))
@@ -474,8 +476,10 @@ def rng_state() -> int: # State to give to `manual_seed`
     return _XLAC._xla_get_rng_seed(_here()) if torch_xla and not _broken else 0
 
 # %% ../nbs/api/00_runtime.ipynb #a5584663
-_graph_names = """_xla_get_tensor_id _get_tensors_handle _check_tensor_need_materialization _get_tensors_xla_device_data_node _get_seed_info_id _get_base_seed_as_tensor _get_graph_hash _xla_warm_up_cache _run_cached_graph
-    _clear_pending_irs _set_buffer_donation _xla_set_rng_seed _xla_get_rng_seed _xla_sync_live_tensors _xla_tensors_from_aten _set_xla_enable_device_data_cache _set_xla_handle_special_scalars""".split()
+_graph_names = """_xla_get_tensor_id _get_tensors_handle _check_tensor_need_materialization _get_tensors_xla_device_data_node
+    _get_seed_info_id _get_base_seed_as_tensor _get_graph_hash _xla_warm_up_cache _run_cached_graph
+    _clear_pending_irs _set_buffer_donation _xla_set_rng_seed _xla_get_rng_seed _xla_sync_live_tensors _xla_tensors_from_aten
+    _set_xla_enable_device_data_cache _set_xla_handle_special_scalars""".split()
 
 def cannot_replay() -> str: # Why; empty where graphs can be run again
     "Does this torch_xla have what it takes to run a graph again?"
@@ -488,7 +492,9 @@ def cannot_replay() -> str: # Why; empty where graphs can be run again
 def tensor_id(
     t, # XLA tensor
 ) -> int:
-    "Equal for tensors that are one to torch_xla, such as `t` and `t.detach()`. Aliases that are equal in memory only, such as of `as_subclass`, have another"
+    """Equal for tensors that are one to torch_xla, such as `t` and `t.detach()`
+
+    Aliases that are equal in memory only, such as of `as_subclass`, have another"""
     return _XLAC._xla_get_tensor_id(t)
 
 def buffers(

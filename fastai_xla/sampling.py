@@ -123,15 +123,20 @@ def langevin_sample(
     energy, # Module or function: `energy(x, **kwargs)` returns one energy per sample, shape `(n,)` or `(n,1)`
     x:torch.Tensor, # Where to start, shape `(n, ...)`, on any device; is not changed
     n_steps:int, # Number of steps
-    step_size, # The epsilon in `x - epsilon/2 * gradient + noise * randn`: a number, one for each step, or a function of the fraction done (`SchedCos(1., .01)`)
-    noise=None, # Standard deviation of the noise, likewise. `None`: the square root of `step_size`, which samples exp(-energy); else exp(-energy/T) with T = noise**2/step_size
+    # The epsilon in `x - epsilon/2 * gradient + noise * randn`: a number, one for each step,
+    # or a function of the fraction done (`SchedCos(1., .01)`)
+    step_size,
+    # Standard deviation of the noise, likewise. `None`: the square root of `step_size`, which samples exp(-energy);
+    # else exp(-energy/T) with T = noise**2/step_size
+    noise=None,
     mala:bool=False, # Accept or reject each step (Metropolis), which makes the density exact at any step size?
-    clip:tuple|None=None, # Lowest and highest value of `x`. Steps beyond are cut off; with `mala` they are rejected, so that the density within is exact
+    # Lowest and highest value of `x`. Steps beyond are cut off; with `mala` they are rejected, so that the density within is exact
+    clip:tuple|None=None,
     clip_grad:float|None=None, # Largest absolute value of the gradient
     energies:bool=False, # Return the energies of all steps too?
     progress:bool=True, # Show a progress bar, with the mean energy of some steps ago?
     **kwargs # Passed to `energy`, e.g. `y=` the classes to sample from. A number that changes from call to call goes as a tensor
-): # Samples, of the shape, type and device of `x`; with `energies` also a CPU tensor of shape `(n_steps, n)`: the energies that each step started from
+): # Samples, of the shape, type and device of `x`; with `energies` also those that each step started from, on the CPU, as `(n_steps, n)`
     "Draw samples from exp(-`energy`) by Langevin dynamics: one graph for all steps, run once per step. Modules must be in eval mode"
     steps = _numbers(step_size, n_steps, 'step_size')
     noises = [math.sqrt(s) for s in steps] if noise is None else _numbers(noise, n_steps, 'noise')
@@ -175,7 +180,9 @@ def _uniform(clip): return lambda x: torch.empty_like(x).uniform_(*clip) if clip
 
 # %% ../nbs/api/10_sampling.ipynb #408b93a9
 class ContrastiveDivergence(Callback):
-    "Lower the energy of the data and raise that of samples, on top of the learner's loss (to which a batch of another size than the first one is left). `gaps`: mean energy of samples minus data, batch by batch"
+    """Lower the energy of the data and raise that of samples, on top of the learner's loss
+
+    A batch of another size than the first one is left to that loss. `gaps`: mean energy of samples minus data, batch by batch"""
     run_valid = False
     def __init__(self,
         n_steps:int, # Langevin steps in each batch; this and the next four as in `langevin_sample`

@@ -168,8 +168,8 @@ class Reads:
             now = _get(d, k)
             # of containers and arrays in place nobody else knows
             if id(d) in self.known and not (now is v and isinstance(v, (np.ndarray, set, deque))): continue
-            moved = (now is not v and isinstance(v, torch.Tensor) or isinstance(v, torch.Tensor)
-                     and is_xla(v) and was is not None and pending([v])[0])
+            moved = (now is not v and isinstance(v, torch.Tensor)
+                     or isinstance(v, torch.Tensor) and is_xla(v) and was is not None and pending([v])[0])
             moved = moved or any(a is not b for a,b in zip(_items(v), _items(was)) if isinstance(a, torch.Tensor))
             if not moved and self._kept(now) == kept: continue
             found = found or path
@@ -182,7 +182,9 @@ class Reads:
         return found
 
     def find_variables(self):
-        "Add the variables of enclosing functions; the garbage collector knows which functions have them. Then keep no more than `moved` needs"
+        """Add the variables of enclosing functions; the garbage collector knows which functions have them
+
+        Then keep no more than `moved` needs"""
         self._seen = set()
         codes = [c for c in self.codes if c.co_freevars]
         for f in gc.get_referrers(*codes) if codes else ():

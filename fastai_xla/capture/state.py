@@ -76,8 +76,9 @@ class Places:
         roots:dict, # Name -> object whose attributes are looked at: module, dict, or anything with a `__dict__`
         skip=(), # Names of attributes not to look at
     ):
-        self.tensors,self.trees,self.numbers,self.others,self.keys,self.of_modules,self._seen,self._skip = (
-            [],[],[],[],{},set(),set(),frozenset(skip))
+        self.tensors,self.trees,self.numbers,self.others = [],[],[],[]
+        self.keys,self.of_modules = {},set()
+        self._seen,self._skip = set(),frozenset(skip)
         for n,o in roots.items():
             if isinstance(o, (dict, nn.Module)): self._walk(None, None, o, n)
             else: self._items(vars(o), n + '.')

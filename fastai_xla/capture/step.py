@@ -33,8 +33,8 @@ def no_host_draws():
     try: yield
     finally:
         py2,npy2,tch2 = _host_rng()
-        drawn = [n for n,same in dict(
-            random=py == py2, numpy=npy[2] == npy2[2] and (npy[1] == npy2[1]).all(), torch=torch.equal(tch, tch2)).items() if not same]
+        same = dict(random=py == py2, numpy=npy[2] == npy2[2] and (npy[1] == npy2[1]).all(), torch=torch.equal(tch, tch2))
+        drawn = [n for n,o in same.items() if not o]
         random.setstate(py)
         np.random.set_state(npy)
         torch.set_rng_state(tch)
@@ -62,8 +62,8 @@ def number_keys(
     d:dict, # Hyper-parameters of one group
 ) -> list: # Key, or (key, index)
     "Where there are numbers in `d`, and in tuples in it"
-    return [k for k,v in d.items() if _is_number(v)] + [(k, j) for k,v in d.items() if type(v) is tuple
-                                                        for j,o in enumerate(v) if _is_number(o)]
+    return ([k for k,v in d.items() if _is_number(v)]
+            + [(k, j) for k,v in d.items() if type(v) is tuple for j,o in enumerate(v) if _is_number(o)])
 
 def get_number(
     d:dict, # Any dict
@@ -92,7 +92,9 @@ class Numbers:
         hypers=(), # Dicts of hyper-parameters; torch is shown other numbers
         states=(), # (group, dict) pairs; numbers of the same name and value within a group are one; torch is shown others
         objects=(), # Dicts whose ints and floats torch sees as they are
-        later=(), # Where several steps are recorded as one: the hyper-parameters of each step after the first, as dicts (place in `hypers`, key) -> value
+        # Where several steps are recorded as one: the hyper-parameters of each step after the first,
+        # as dicts (place in `hypers`, key) -> value
+        later=(),
     ):
         self.hypers,self.later,self.dicts = list(hypers),later,[*hypers, *(d for _,d in states), *objects]
         self.places,self.first,self.same,self._ranks = {},{},[],{}
@@ -139,7 +141,8 @@ class Numbers:
         return res if all(get_number(d, k) == res[n] for d,k,n in self.same) else None
 
 # %% ../../nbs/api/05c_capture.step.ipynb #5727bc48
-aliased = "somebody holds an alias or a view of what the step updates, such as `p.detach()` of a parameter; `p.detach().clone()` holds the values"
+aliased = ("somebody holds an alias or a view of what the step updates, such as `p.detach()` of a parameter; "
+           "`p.detach().clone()` holds the values")
 
 class Trace:
     "One run of a step's Python, of which nothing is computed: what it reads and what it leaves behind. Afterwards everything is as before"
@@ -162,8 +165,8 @@ class Trace:
         try:
             if any(n_holders([self.memory.tensors[i] for i in self.memory.weights])): raise Refused(aliased)   # a trace would part them
             try:
-                with no_host_draws(), shared_scalars(), recorded_math(), torch.autograd.set_multithreading_enabled(
-                    False), no_effects(self.reads) if watched else nullcontext():
+                with (no_host_draws(), shared_scalars(), recorded_math(), torch.autograd.set_multithreading_enabled(False),
+                      no_effects(self.reads) if watched else nullcontext()):
                     outs = [self._step(fn, j, numbers) for j in range(len(numbers.later)+1)]
             finally: changed = self.reads.restore()
             if changed:
@@ -282,8 +285,11 @@ def _sort_inputs(self:Trace):
     for i,b in enumerate(self.memory.buffers): state.setdefault(b, []).append(i)
     seeds = {s: j for j,s in enumerate(self.seeds)}
     seed = lambda k: seeds[self.ts[k].item() % 2**64] if len(seeds) > 1 else 0
-    self.sources = [('seed', seed(k)) if i is None else ('batch', batch[b]) if b in batch else ('state', state[b]) if b in state
-                    else ('const', k) for k,(i,b) in enumerate(zip(self.ids, self.buffers))]
+    self.sources = [('seed', seed(k)) if i is None
+                    else ('batch', batch[b]) if b in batch
+                    else ('state', state[b]) if b in state
+                    else ('const', k)
+                    for k,(i,b) in enumerate(zip(self.ids, self.buffers))]
     # all places where an input was found
     self.names = [{n: r for i in at for n,r in self.memory.names[i].items()} if kind == 'state'
                   else {(kind, at): None} for kind,at in self.sources]
@@ -348,7 +354,9 @@ class Recording:
                 raise Refused("a constant of the graph changes from step to step", f": {what}")
 
     def _doubt(self, k, c):
-        "A constant that equals a number shown as it is may be that number, or not: it is a constant until the number changes, and then looked at again"
+        """A constant that equals a number shown as it is may be that number, or not
+
+        It is a constant until the number changes, and then looked at again"""
         self.doubts.pop(k, None)
         certain = any(self.tape.hidden[i] for i in self.meanings[k]) or not torch.equal(self.consts[k], c)
         if self.meanings[k] and not certain: self.doubts[k] = {i: self.tape.true[i] for i in self.meanings[k]}

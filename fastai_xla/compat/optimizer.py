@@ -15,7 +15,8 @@ from functools import partial
 
 import torch
 from fastcore.all import *
-from fastai.optimizer import Optimizer, Lookahead, OptimWrapper, average_grad, average_sqr_grad, lamb_step, larc_layer_lr, larc_step, step_stat, debias
+from fastai.optimizer import (Optimizer, Lookahead, OptimWrapper, average_grad, average_sqr_grad,
+                              lamb_step, larc_layer_lr, larc_step, step_stat, debias)
 
 from ..runtime import *
 
@@ -86,8 +87,8 @@ def _init_fastai(opt):
     names = [_made_by[f] for cb in opt.cbs if (f := getattr(cb, 'func', cb)) in _made_by]
     ps = [p for pg in opt.param_lists for p in pg if is_xla(p) and (p.requires_grad or getattr(p, '_cleared', False))]
     missing = [(p, n) for p in ps for n in names if n not in opt.state[p]]
-    for (p,n),z in zip(missing, send([torch.zeros(p.shape, dtype=p.dtype) for p,_ in missing], missing and missing[0][0].device)):
-        opt.state[p][n] = z
+    zeros = send([torch.zeros(p.shape, dtype=p.dtype) for p,_ in missing], missing and missing[0][0].device)
+    for (p,n),z in zip(missing, zeros): opt.state[p][n] = z
     for p in ps:
         if 'step' not in opt.state[p] and step_stat in opt.cbs: opt.state[p] = dict(step=0) | opt.state[p]
 

@@ -48,8 +48,9 @@ def _solve_ex(a, b, *, left=True, check_errors=False):
     vector = b.dim() == 1 or (a.dim()-1 == b.dim() and a.shape[:-1] == b.shape)
     if vector: b = b.unsqueeze(-1)
     x = _Solve.apply(a, b) if left else _Solve.apply(a.mT, b.mT).mT
-    return (x.squeeze(-1) if vector
-            else x,a.new_empty(0),a.new_empty(0, dtype=torch.int32),torch.zeros(a.shape[:-2], dtype=torch.int32, device=a.device))
+    if vector: x = x.squeeze(-1)
+    info = torch.zeros(a.shape[:-2], dtype=torch.int32, device=a.device)
+    return x,a.new_empty(0),a.new_empty(0, dtype=torch.int32),info
 
 for _key in ('XLA', 'AutogradXLA'): solve.kernel('_linalg_solve_ex', key=_key)(_solve_ex)
 

@@ -1,4 +1,4 @@
-"""Batch normalisation on XLA with the CPU's numbers: gradients in eval mode, unbiased running variance, a variance that survives a large mean
+"""Batch normalisation on XLA with the CPU's numbers: gradients in eval mode, unbiased running variance, variance that survives a large mean
 
 Docs: https://fastai-xla.github.io/fastai_xla/api/lowerings.norm.html.md"""
 

@@ -272,7 +272,9 @@ def _grid(
     return to_grid,filled.flatten().nonzero().squeeze(1),filled
 
 def _to_grid(data, sizes):
-    "`data` `[places,features]` on the grid `[steps,rows,features]`, and the mask of what is filled, on the data's device; no mask where all is"
+    """`data` `[places,features]` on the grid `[steps,rows,features]`, and the mask of what is filled, on the data's device
+
+    No mask where all is"""
     places,_,filled = _grid(sizes)
     if filled.all(): return data.view(*filled.shape, *data.shape[1:]),None
     return data.index_select(0, places.to(data.device)).view(*filled.shape, *data.shape[1:]),filled.to(data.device)

@@ -211,12 +211,13 @@ def _check_same(truth, curve, name):
     for x,y in zip(truth.batches, curve.batches):
         if not np.allclose([float(t) for t in x], [float(t) for t in y], rtol=1e-4, atol=1e-6):
             raise ValueError(f"The run on {name} had other batches than the first run. "
-                             f"Make the dataloaders in `make_learner`, and leave random "
-                "augmentation away.")
+                             "Make the dataloaders in `make_learner`, and leave random augmentation away.")
 
 def compare_backends(
     make_learner:callable, # Returns a new `Learner`
-    backends:tuple=('cpu','xla','xla-replay','inductor'), # Any of these, or devices such as 'cuda'; those that cannot run here are left out. 'xla' traces every step, 'xla-replay' is what `to_xla()` does by default
+    # Any of these, or devices such as 'cuda'; those that cannot run here are left out. 'xla' traces every step,
+    # 'xla-replay' is what `to_xla()` does by default
+    backends:tuple=('cpu','xla','xla-replay','inductor'),
     n_epoch:int=1, # Epochs to train
     lr:float=None, # Learning rate; the learner's by default
     fit:callable=None, # Takes the learner and trains it; `learn.fit(n_epoch, lr)` by default

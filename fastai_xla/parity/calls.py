@@ -98,9 +98,11 @@ class Call:
     @property
     def largest(self): return max((t.numel() for t in floats([self.inputs, [c.outputs for c in self.children]]).values()), default=1)
 
-_not_calls = set('''size dim stride numel detach clone backward register_hook requires_grad_ is_floating_point is_complex data_ptr item tolist
-    contiguous storage_offset is_contiguous ndimension nelement __get__ __set__ __len__ __format__ __repr__ __bool__ __deepcopy__ __reduce_ex__
-    as_subclass retain_grad get_device element_size zero_ new_zeros new_ones new_empty new_full zeros_like ones_like empty_like full_like view_as'''.split())
+_not_calls = set('''size dim stride numel detach clone backward register_hook requires_grad_ is_floating_point is_complex data_ptr
+    item tolist contiguous storage_offset is_contiguous ndimension nelement
+    __get__ __set__ __len__ __format__ __repr__ __bool__ __deepcopy__ __reduce_ex__
+    as_subclass retain_grad get_device element_size view_as zero_
+    new_zeros new_ones new_empty new_full zeros_like ones_like empty_like full_like'''.split())
 
 def _is_sequence(m):
     "A module whose own code does nothing but call its children one after the other?"
@@ -182,9 +184,8 @@ class Recorder(TorchFunctionMode):
     def recording(self):
         "Note what the block does"
         apply = torch.autograd.Function.__dict__['apply']
-        torch.autograd.Function.apply = classmethod(lambda cls, *args, **kwargs: self._function(partial(apply.__func__, cls),
-            cls.__name__, *args,
-            **kwargs))
+        torch.autograd.Function.apply = classmethod(
+            lambda cls, *args, **kwargs: self._function(partial(apply.__func__, cls), cls.__name__, *args, **kwargs))
         try:
             with _calling(self._module), self: yield
         finally: torch.autograd.Function.apply = apply

@@ -145,8 +145,9 @@ def _op_error(func, inp, out, backend):
     worst = [e for k,e in err.items() if e > backend.tol and e > 10*noise[k]]
     return max(worst, default=0.)
 
-_silent = set('''view clone detach _propagate_xla_data copy lift_fresh empty empty_like expand t transpose permute select slice unsqueeze squeeze
-    _unsafe_view alias as_strided reshape _to zeros ones ones_like zeros_like new_empty_strided fill zero'''.split())
+_silent = set('''view clone detach _propagate_xla_data copy lift_fresh empty empty_like
+    expand t transpose permute select slice unsqueeze squeeze _unsafe_view alias as_strided reshape _to
+    zeros ones ones_like zeros_like new_empty_strided fill zero'''.split())
 
 def _op_names(ops, phase):
     names = [f._schema.name.split('::')[1].removesuffix('_copy').rstrip('_') for p,f,*_ in ops if p == phase]
@@ -236,8 +237,8 @@ class Fault(Finding):
         "Repeat the call with the operator replaced by a plain formula: where it was the cause, the error is gone"
         b = next(b for b in self.backends if b.name == self.backend)
         def error():
-            return max(v
-                       for (p,_),v in _errors(_ran(self.call, b, self.rounded), _truth(self.call, self.rounded)).items() if p == self.phase)
+            errs = _errors(_ran(self.call, b, self.rounded), _truth(self.call, self.rounded))
+            return max(v for (p,_),v in errs.items() if p == self.phase)
         before = error()
         with self.swap_op(fn): return before,error()
 

@@ -95,9 +95,8 @@ def compare_models(
         dtypes = [str(t.dtype).removeprefix('torch.') for t in (x, y)]
         rows.append(dict(name=n, device=_both(x.device, y.device), dtype=_both(*dtypes), shape=_both(tuple(x.shape), tuple(y.shape)),
             difference=diff, at=at))
-    table = pd.DataFrame(rows, columns='name device dtype shape difference at'.split()).set_index('name').sort_values('difference',
-        ascending=False,
-        na_position='first')
+    table = pd.DataFrame(rows, columns='name device dtype shape difference at'.split()).set_index('name')
+    table = table.sort_values('difference', ascending=False, na_position='first')
     if not rows: return Finding(f"The models match: {len(ta)} parameters and buffers, {f'to {tol}' if tol else 'bit by bit'}", table)
     ts = table[table.dtype != 'float']
     kinds = {k: ts[k].str.contains('|', regex=False) for k in ('device', 'dtype', 'shape')} | dict(value=~(ts.difference <= tol))
