@@ -479,7 +479,7 @@ def rng_state() -> int: # State to give to `manual_seed`
 _graph_names = """_xla_get_tensor_id _get_tensors_handle _check_tensor_need_materialization _get_tensors_xla_device_data_node
     _get_seed_info_id _get_base_seed_as_tensor _get_graph_hash _xla_warm_up_cache _run_cached_graph
     _clear_pending_irs _set_buffer_donation _xla_set_rng_seed _xla_get_rng_seed _xla_sync_live_tensors _xla_tensors_from_aten
-    _set_xla_enable_device_data_cache _set_xla_handle_special_scalars""".split()
+    _set_xla_enable_device_data_cache _set_xla_handle_special_scalars _xla_wait_device_ops""".split()
 
 def cannot_replay() -> str: # Why; empty where graphs can be run again
     "Does this torch_xla have what it takes to run a graph again?"
