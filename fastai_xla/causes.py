@@ -44,6 +44,7 @@ def _place(at):
     src = linecache.getline(file, line).strip()
     return f"{name}, line {line}, in {code.co_name}" + (f": {src}" if src else '')
 
+# %% ../nbs/api/02a_causes.ipynb #c5f11ac2
 class Site(NamedTuple):
     "Where an operator was called"
     user:tuple|None=None # (code, line) of the innermost frame that is the user's
@@ -94,6 +95,7 @@ def _leaves(o): return [l for v in o for l in _leaves(v)] if isinstance(o, tuple
 def _tensors(o): return [l for l in _leaves(o) if isinstance(l, Spec)]
 def _values(o): return [l for l in _leaves(o) if not isinstance(l, Spec)]
 
+# %% ../nbs/api/02a_causes.ipynb #85e6f605
 class Op:
     "An operator as it reached the device"
     def __init__(self,
@@ -175,6 +177,7 @@ def _changed(a, b, names):
                      + (f'its argument {vals}' if vals else 'its shape depends on the data'), b)
     if vals and _depends(a, b): return Cause('constant', f'an argument of {b.name} is a constant of the graph, and {vals}', b)
 
+# %% ../nbs/api/02a_causes.ipynb #149c9892
 def compare(
     old:list, # `Op`s of a batch
     new:list, # `Op`s of a later one
@@ -228,6 +231,7 @@ def _functional(o, args):
 
 _no_ops = {'_propagate_xla_data', 'empty', 'empty_strided', 'empty_like'}
 
+# %% ../nbs/api/02a_causes.ipynb #8c210f8a
 class OpWatch(TorchDispatchMode):
     "Within the block, write down the operators of each batch, and find out what breaks the step contract"
     def __init__(self,
@@ -350,6 +354,7 @@ class OpWatch(TorchDispatchMode):
             for c in self.causes.values()]
         return pd.DataFrame(rows, columns='cause what line through batches first cure'.split())
 
+# %% ../nbs/api/02a_causes.ipynb #d57973f2
 def _left(op):
     if not op.fallbacks: return Cause('transfer', _reads.get(op.name[5:], f'{op.name} brought its result to the host'), op)
     ran = ', '.join(op.fallbacks)

@@ -56,6 +56,7 @@ def images(tfms=None, **kwargs):
     kwargs = dict(loss_func=CrossEntropyLossFlat(), metrics=accuracy, splitter=_halves) | kwargs
     return Learner(_images(after_batch=tfms), _convnet(), **kwargs)
 
+# %% ../nbs/api/14_coverage.ipynb #ace21d5f
 def sampled(f):
     "The same, with `f` as the training dataloader's `get_idxs`"
     learn = images()
@@ -93,6 +94,7 @@ def collab(**kwargs):
     df = pd.DataFrame(dict(user=g.integers(0, 20, 400), item=g.integers(0, 30, 400), rating=g.uniform(1, 5, 400)))
     return collab_learner(CollabDataLoaders.from_df(df, bs=16, num_workers=0, seed=1, valid_pct=.16), y_range=(0, 5.5), **kwargs)
 
+# %% ../nbs/api/14_coverage.ipynb #aed46e85
 class TransformerBlock(nn.Module):
     "A transformer encoder layer between an embedding and a classifier"
     def __init__(self, n=20, d=16):
@@ -124,6 +126,7 @@ def tokens():
     x = torch.randint(20, (16*20, 12), generator=g)
     return Learner(_dls(x, (x.sum(1) > 114).long()), TransformerBlock(), loss_func=CrossEntropyLossFlat(), metrics=accuracy)
 
+# %% ../nbs/api/14_coverage.ipynb #f2db325c
 def autoencoder():
     return Learner(_images(lambda n,s,g: TensorImage(torch.rand(n, 3, s, s, generator=g))),
                    nn.Sequential(ConvLayer(3, 8, stride=2), PixelShuffle_ICNR(8, 3)), loss_func=MSELossFlat())
@@ -145,6 +148,7 @@ def gan():
                            Flatten(), nn.Linear(8, 1), Flatten(full=True))
     return GANLearner.wgan(dls, generator, critic, switch_eval=False, opt_func=RMSProp)
 
+# %% ../nbs/api/14_coverage.ipynb #458bf0e0
 def _texts(): return [topics[k] for k in sorted(topics)]
 
 def language_model():
@@ -185,6 +189,7 @@ def one_cycle(learn): learn.fit_one_cycle(2, 1e-3)
 
 def _torch(opt, **kwargs): return partial(OptimWrapper, opt=opt, **kwargs)
 
+# %% ../nbs/api/14_coverage.ipynb #51a1ae64
 groups = {}
 _beside = {n: (1, 0) for n in ('GAN', 'aug_min_scale', 'crop_gpu', 'erasing', 'mixup', 'cutmix')} | dict(aug_batch=(1, 1))
 
@@ -207,6 +212,7 @@ _cases('augmentation', *((n, partial(images, t)) for n,t in dict(normalize=[Norm
     aug_zeros=aug_transforms(pad_mode='zeros'), crop_gpu=RandomResizedCropGPU(24), erasing=RandomErasing(p=.5, max_count=2),
     int_to_float=IntToFloatTensor()).items()), ('mask and image', lambda: masks()), ('points and image', points))
 
+# %% ../nbs/api/14_coverage.ipynb #e79dd235
 _cases('optimizer', *((n, partial(images, opt_func=o), dict(extra=e)) for n,o,e in [('SGD', SGD, 0),
     ('SGD momentum', partial(SGD, mom=.9), 0), ('SGD L2', partial(SGD, mom=.9, wd=.1, decouple_wd=False), 0),
     ('RMSProp', RMSProp, 0), ('RMSProp momentum', partial(RMSProp, mom=.9), 0),
@@ -239,6 +245,7 @@ def _train_metrics(learn):
     learn.recorder.train_metrics = True
     return learn
 
+# %% ../nbs/api/14_coverage.ipynb #c85cf967
 _cases('loss', *((n, partial(images, loss_func=f)) for n,f in dict(cross_entropy=CrossEntropyLossFlat(), weighted=CrossEntropyLossFlat(
     weight=torch.tensor([1.,2.,3.,4.])), label_smoothing=LabelSmoothingCrossEntropyFlat(),
                                                                    label_smoothing_plain=LabelSmoothingCrossEntropy(),
@@ -307,6 +314,7 @@ def _measure_call(case):
     return dict(case=case.name, kept=not c.compiles and not c.fallbacks, executions=c.executions, compiles=c.compiles, to_host=c.to_host,
                 fallbacks=', '.join(c.fallbacks), graphs=c.compiles, ms=(time.perf_counter()-t)*1e3, remark=case.remark)
 
+# %% ../nbs/api/14_coverage.ipynb #32e556b8
 def measure(
     case:Case, # What is measured
     cpu:bool=True, # Train on the CPU as well, to compare the time per step?

@@ -51,6 +51,7 @@ class Fed:
     def batch(self): # What iterating over the `DataLoader` yields
         return self.tfm(self.raw)
 
+# %% ../nbs/api/06_data.ipynb #13819a68
 # rows of a table become tensors in `after_batch`
 def _fed(dl, b): return Fed(b, dl.after_batch) if _tensors(b) else Fed(dl.after_batch(b), noop)
 

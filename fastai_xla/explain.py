@@ -31,6 +31,7 @@ from .learner import *
 # %% ../nbs/api/08a_explain.ipynb #ccebaab3
 def _input_specs(xs, name): return {f'{name}[{i}]': spec(x) for i,x in enumerate(xs) if isinstance(x, torch.Tensor)}
 
+# %% ../nbs/api/08a_explain.ipynb #4f6f1085
 class XLAReportCallback(Callback):
     "Find out, and say at once, why batches compile, read from the device or fall back to the CPU"
     order = 1001   # after `XLAOptCallback`, which ends the batch
@@ -88,6 +89,7 @@ def _holders(learn):
     means = [getattr(getattr(learn, 'recorder', None), n, None) for n in ('loss', 'smooth_loss')]
     return [learn, *opts, *learn.cbs, learn.xla_opt, *learn.metrics, *learn.dls.loaders, *(o for o in means if o is not None)]
 
+# %% ../nbs/api/08a_explain.ipynb #1e1941b1
 @contextmanager
 def unchanged(
     learn:Learner, # Learner on an XLA device
@@ -114,6 +116,7 @@ def unchanged(
         manual_seed(seeds[0])
         torch.set_rng_state(seeds[1]), np.random.set_state(seeds[2]), random.setstate(seeds[3])
 
+# %% ../nbs/api/08a_explain.ipynb #3fd8d003
 class _Dry(Callback):
     "End a fit after `n` batches"
     order,name = 1002,'lr_finder'   # the name by which fastai's trackers and loggers know that a fit is not for them
@@ -233,6 +236,7 @@ class StepReport:
     def _repr_html_(self):
         return '\n'.join([self.programs.T.to_html(border=0), self._top().to_html(border=0), *(f'<p>{n}</p>' for n in self._notes())])
 
+# %% ../nbs/api/08a_explain.ipynb #eea0d408
 def explain_step(
     learn:Learner, # Learner on an XLA device
 ) -> StepReport: # Programs, inputs, outputs, constants, bytes, and floating-point operations by operator

@@ -47,6 +47,7 @@ def _closing(s, i):
         if depth == 0: return j
     return len(s)
 
+# %% ../nbs/api/02b_hlo.ipynb #ef5333fe
 class Instr:
     "One instruction of HLO"
     def __init__(self,
@@ -81,6 +82,7 @@ class Instr:
         return m.group(1).replace('__', '::', 1) if m else ''
     def __repr__(self): return f"{self.opcode} -> {', '.join(map(str, self.shapes))}"
 
+# %% ../nbs/api/02b_hlo.ipynb #3e2f6bc4
 _head_re = re.compile(r'^\s*(ROOT\s+)?%?([\w.\-]+) = ')
 
 def _instr(line):
@@ -100,6 +102,7 @@ def _reached(instrs):
     for i in reversed(instrs): need |= set(i.operands) if i.name in need else set()
     return [i for i in instrs if i.name in need or i.opcode == 'parameter']
 
+# %% ../nbs/api/02b_hlo.ipynb #a652a5c9
 class Hlo:
     "A module of HLO"
     def __init__(self,
@@ -155,6 +158,7 @@ def _conv(i, ins):
     groups,batch_groups = (int(i.attr(f'{k}_group_count', '1')) for k in ('feature', 'batch'))
     return 2*(lhs[l.index('f')]//groups)*rhs[r.index('o')]*(lhs[l.index('b')]//batch_groups)*math.prod(hits)
 
+# %% ../nbs/api/02b_hlo.ipynb #33b0ecbd
 def flops(
     i:Instr, # Instruction
     instrs:list, # Its computation
@@ -243,6 +247,7 @@ def _fold(nodes, depth):
         for i in n.ins: users[i] = names[n.id]
     return names
 
+# %% ../nbs/api/02b_hlo.ipynb #6401ab4a
 class Graph:
     "The graph of a step, drawn in a notebook and printed in a terminal, folded by module"
     def __init__(self,

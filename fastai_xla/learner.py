@@ -193,6 +193,7 @@ def _recorder(learn, n_steps, replay):
     if not (why := cannot_replay()): return Replay(learn, n_steps, replay is True, replay == 'audit')
     warnings.warn(f"Steps cannot be recorded and run again here: {why}. Training goes on without, each step traced anew.")
 
+# %% ../nbs/api/07_learner.ipynb #09479c00
 @patch
 def to_xla(self:Learner,
     device:torch.device|str|int|None=None, # XLA device, its name or number; the first one by default

@@ -48,6 +48,7 @@ def all_batches(self:Learner):
             i += len(feds)
     finally: r.looping = r.quiet = False
 
+# %% ../nbs/api/06c_loop.ipynb #bdcf89ea
 @patch
 def one_batch(self:Learner, i, b):
     "Train or evaluate `self.model` on batch `(xb,yb)`"
@@ -131,6 +132,7 @@ def _before_each(self:Replay, i, feds):
     learn.__dict__.update(start, iter=i)
     return held
 
+# %% ../nbs/api/06c_loop.ipynb #a5941d57
 @patch
 def several(self:Replay,
     i:int, # Number of the first batch

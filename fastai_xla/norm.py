@@ -67,6 +67,7 @@ class _Normalise(Function):
 def _recomputing(): # Is this forward pass a second one, asked for by `torch.utils.checkpoint` in the middle of a backward pass?
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
+# %% ../nbs/api/03_norm.ipynb #75796094
 class RunningBatchNorm(nn.modules.batchnorm._BatchNorm):
     "Batch normalisation with running statistics, in training too; for input of shape (N,C,*)"
     def __init__(self,

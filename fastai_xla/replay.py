@@ -47,6 +47,7 @@ def ordered(
     "Callbacks in their order, `XLAOptCallback` among them. It is not in `learn.cbs`: code counts those, or puts others in their place"
     return sorted([*learn.cbs, learn.xla_opt], key=attrgetter('order'))
 
+# %% ../nbs/api/06b_replay.ipynb #af8d0b85
 # they change nothing around the step on which it depends
 _known = (TrainEvalCallback, Recorder, ProgressCallback, ParamScheduler, CastToTensor, MixedPrecision)
 def _may_change(cb): return _acts(cb, ('before_batch', 'after_batch')) and type(cb) not in _known and cb is not cb.learn.xla_opt
@@ -90,6 +91,7 @@ def loss_module(
     f = learn.loss_func
     return next((o for o in (f, getattr(f, 'func', None)) if isinstance(o, nn.Module)), None)
 
+# %% ../nbs/api/06b_replay.ipynb #f069c449
 class Replay:
     "Records the batches of a learner and runs them again"
     def __init__(self,
@@ -191,6 +193,7 @@ def _numbers_of(opts, others, objects, later):
         hypers += hypers_of([opt])
     return Numbers(hypers=hypers, states=states, objects=[o.__dict__ for o in (*opts, *others, *objects)], later=later)
 
+# %% ../nbs/api/06b_replay.ipynb #e28fd930
 @patch
 def acting(self:Replay,
     name:str, # An event, or a question about callbacks
@@ -230,6 +233,7 @@ def _look(self:Replay, again=False):
     self.settings = Settings(learn, [(learn.loss_func, True), *((f, True) for f in self._tfms()),
                                      *((o, False) for o in (*self.actors, *self.mets))])
 
+# %% ../nbs/api/06b_replay.ipynb #c81b7a2e
 @patch
 def _tfms(self:Replay):
     "The batch transforms that are part of the step"
@@ -261,6 +265,7 @@ def _batch_key(self:Replay, inputs, spec):
         kinds = [(t.shape, t.dtype, type(t)) if isinstance(t, torch.Tensor) else t for t in inputs]
     return self.learn.training,self.feds and len(self.feds),spec,tuple(counters),tuple(kinds)
 
+# %% ../nbs/api/06b_replay.ipynb #d9e36aa1
 def _flags(d): return tuple((k, v) for k,v in d.items() if v is None or type(v) in (bool, str))
 
 @patch
@@ -286,6 +291,7 @@ def _alive(self:Replay):
     return (learn.model, learn.loss_func, [o.state for o in opts], inner, hypers, self.mets, list(learn.cbs), list(self._tfms()),
             self.settings, self.stateful)
 
+# %% ../nbs/api/06b_replay.ipynb #0b3ec14f
 @patch
 def _places(self:Replay):
     learn = self.learn
@@ -320,6 +326,7 @@ def transform(self:Replay,
     for cb in self.learn.cbs:
         if isinstance(cb, CastToTensor): cb.before_batch()
 
+# %% ../nbs/api/06b_replay.ipynb #f79558c5
 @patch
 def _step(self:Replay, j):
     "What is traced: the batch transforms, the step, and what the recorder computes of it"
@@ -347,6 +354,7 @@ def next_batch(
     learn.pct_train += 1./(learn.n_iter*learn.n_epoch)
     learn.train_iter += 1
 
+# %% ../nbs/api/06b_replay.ipynb #7c66ccd9
 @patch
 def _record(self:Replay, inputs):
     learn = self.learn
@@ -381,6 +389,7 @@ def _record(self:Replay, inputs):
     for m,_ in rec.advances: self.sizes[m] = [n for o,n in rec.advances if o is m][:-1]
     return rec
 
+# %% ../nbs/api/06b_replay.ipynb #d4db8292
 @patch
 @contextmanager
 def _advances(self:Replay):
@@ -416,6 +425,7 @@ def _zeros(met, device):
     if isinstance(met, AvgSmoothLoss): met.val = met.val if is_xla(met.val) else send_batch([met.val], device)[0]
     elif not isinstance(met.total, torch.Tensor): met.total = send_batch([torch.zeros(())], device)[0]
 
+# %% ../nbs/api/06b_replay.ipynb #0e5ff81b
 @patch
 def _find(self:Replay, inputs, spec):
     "The recordings of this kind of batch, or why there are none"
@@ -446,6 +456,7 @@ def _forget(self:Replay):
     used = {key[1] for key in self.recs} | {self.state}
     self.seen = {i: o for i,o in self.seen.items() if i in used}
 
+# %% ../nbs/api/06b_replay.ipynb #0ed876a9
 @patch
 def _refuse(self:Replay, e):
     """Write down why, and leave all as a plain step expects it
@@ -480,6 +491,7 @@ def _audit(self:Replay, rec, recs, inputs):
         raise Refused(why, again=False)
     rec.ready()
 
+# %% ../nbs/api/06b_replay.ipynb #6e4d5462
 @patch
 def begin(self:Replay):
     "Note the random state at the start of a batch, and whether callbacks may change anything in it"
@@ -503,6 +515,7 @@ def _before_step(self:Replay):
     if cbs := self.acting('looks at the batch', _looks): return f"what {names_of(cbs)} computes in before_batch"
     return f"the batch transforms, which the step cannot hold: {self.apart}" if self.apart else "the batch transforms"
 
+# %% ../nbs/api/06b_replay.ipynb #22ac884c
 @patch
 def batch(self:Replay) -> bool: # Has the step been done?
     "Do the step of this batch as recorded, if that can be"
@@ -554,6 +567,7 @@ def batch(self:Replay) -> bool: # Has the step been done?
         return self.batch()
     return True
 
+# %% ../nbs/api/06b_replay.ipynb #1b69a94f
 @patch
 def advance(self:Replay):
     "A step's random numbers go on where those of the batch before it have ended, and the next batch's from this batch's first"
@@ -587,6 +601,7 @@ def _run(self:Replay, rec, inputs):
     self.take(0)
     if rec.end: raise rec.end()
 
+# %% ../nbs/api/06b_replay.ipynb #efd78783
 @patch
 def _check_given(self:Replay):
     "Warn where a callback has changed what metrics are computed of, after they were"

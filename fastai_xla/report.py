@@ -19,6 +19,7 @@ from .runtime import *
 # %% ../nbs/api/02_report.ipynb #b67284c3
 _warm_up = dict(training=2, validation=2)
 
+# %% ../nbs/api/02_report.ipynb #b82f3eaa
 class CostLog:
     "What each phase of a fit has cost"
     def __init__(self): self.start()

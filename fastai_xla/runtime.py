@@ -198,6 +198,7 @@ class XLACounts:
     @property
     def n_fallbacks(self): return sum(self.fallbacks.values())
 
+# %% ../nbs/api/00_runtime.ipynb #0603d55e
 def n_executions() -> int: # Since the start of the process
     return sum(met.counter_value(n) or 0 for n in ('CachedCompile', 'UncachedCompile')) + _runs[0]
 
@@ -281,6 +282,7 @@ def _as_type_of(t, h):
     h.__dict__.update(t.__dict__)
     return h
 
+# %% ../nbs/api/00_runtime.ipynb #98feb4e3
 def fetch(
     o, # Tensor, or lists, tuples and dicts of tensors and other things
 ): # `o` with CPU tensors, of the same types, in place of XLA tensors
@@ -306,6 +308,7 @@ def send(
     "Send tensors to `device`, ready to be updated in place"
     with torch.no_grad(): return [_send1(t, device) for t in ts]
 
+# %% ../nbs/api/00_runtime.ipynb #e385236d
 def _retyped(t, n):
     if type(t) in (torch.Tensor, nn.Parameter): return n
     # `as_subclass` makes a view, and a view that was there at a sync is recorded otherwise than a new one
@@ -416,6 +419,7 @@ def stablehlo_text(
     "The program that would compute `ts` as StableHLO, to read"
     return _core('_get_stablehlo')(list(ts), str(torch_xla.device()), [], False).decode()
 
+# %% ../nbs/api/00_runtime.ipynb #fd454d88
 def graph_hash(
     ts:list, # XLA tensors
 ) -> bytes: # Equal for graphs that share a program
@@ -439,6 +443,7 @@ def graph_scope(
     try: yield
     finally: del scope
 
+# %% ../nbs/api/00_runtime.ipynb #4103d8d1
 def use_cache(
     folder, # Where to keep compiled programs
 ) -> str: # Why they are not kept; empty if they are
@@ -489,6 +494,7 @@ def cannot_replay() -> str: # Why; empty where graphs can be run again
         except ImportError: missing = ['utils.buffer_donor_context']
     return f"torch_xla {_version('torch_xla')} has no {', '.join(missing)}; fastai_xla is tested with torch_xla 2.9" if missing else ''
 
+# %% ../nbs/api/00_runtime.ipynb #941b928e
 def tensor_id(
     t, # XLA tensor
 ) -> int:
@@ -526,6 +532,7 @@ def n_holders(
     own = Counter(at)
     return [torch._C._storage_Use_Count(o)-own[o] for o in at]
 
+# %% ../nbs/api/00_runtime.ipynb #1a11439c
 def graph_inputs(
     roots:list, # XLA tensors, not yet computed
 ) -> tuple: # Ids (of tensors, `None` for the random state, other numbers for constants) and tensors
@@ -563,6 +570,7 @@ def run_graph(
     res = _XLAC._run_cached_graph(handle, inputs)
     return res[:_n_roots[handle]] if handle in _n_roots else res
 
+# %% ../nbs/api/00_runtime.ipynb #92aa78be
 def seed_tensor():
     "The random state as a graph's input"
     return _XLAC._get_base_seed_as_tensor(_here())
@@ -598,6 +606,7 @@ def n_draws(
         start = after_draws(start, 1)
     return 0
 
+# %% ../nbs/api/00_runtime.ipynb #3cdb8d89
 def n_syncs() -> int:
     "How often a `sync` has moved the random state on"
     return met.counter_value('MarkStep') or 0

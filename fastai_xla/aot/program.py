@@ -61,6 +61,7 @@ class Instr(NamedTuple):
     calls:dict # 'body', 'calls' and the like -> name of a computation
     trips:int # Of a loop, how often it runs where that is known
 
+# %% ../../nbs/api/09d_aot.program.ipynb #69a2074f
 _head_re = re.compile(r'^\s*(?:ROOT )?%?([\w.\-]+) = ')
 _call_re = re.compile(r'\b(body|condition|calls|to_apply|called_computations)=\{?%?([\w.\-]+)')
 
@@ -120,6 +121,7 @@ def _moved(i, where):
     outs = i.outs[:1] if i.opcode.endswith('-start') else i.outs   # a tuple of result, source and context
     return sum(b.padded for b in outs + [b for n in i.ins for b in where.get(n, ())] if b.space == 0)
 
+# %% ../../nbs/api/09d_aot.program.ipynb #25475726
 class Program:
     "What is in a compiled program"
     def __init__(self,
@@ -176,6 +178,7 @@ def padding(self:Program) -> int: # Bytes
     "What tiles take beyond the numbers of the program's inputs"
     return sum(b.padded-b.nbytes for i,_ in self.run if i.opcode == 'parameter' for b in i.outs if b.space == 0)
 
+# %% ../../nbs/api/09d_aot.program.ipynb #6b0487cc
 _collectives = 'all-reduce all-gather reduce-scatter all-to-all collective-permute'.split()
 
 @patch

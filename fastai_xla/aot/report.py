@@ -220,6 +220,7 @@ def _search(check, first, step, most):
         n = _next(tried, lo, hi, hbm)
         n = max(lo+step, min(n, most if hi is None else hi-step)//step*step)
 
+# %% ../../nbs/api/09f_aot.report.ipynb #003388de
 def largest_batch(
     learn:Learner, # Learner on an XLA device
     topology:str='v5e', # As for `tpu_report`

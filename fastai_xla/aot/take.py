@@ -162,6 +162,7 @@ def _taken(learn, take, f):
     if take.program: take.program.sites = list(sites.numbers)
     return take.program
 
+# %% ../../nbs/api/09e_aot.take.ipynb #8b0f73cd
 def take_programs(
     learn:Learner, # Learner on an XLA device
     size:int|None=None, # Items in a batch; as the dataloader has by default

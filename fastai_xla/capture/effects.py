@@ -39,6 +39,7 @@ def is_library(
 def _root(o): return (getattr(o, '__module__', None) or '').partition('.')[0]
 def _is_user(frame): return not is_library(frame.f_globals.get('__name__', ''))
 
+# %% ../../nbs/api/05d_capture.effects.ipynb #e73787e9
 def _effect_of_call(f):
     "What is wrong with calling `f`, a function written in C, within a step; empty if nothing is"
     o,name = getattr(f, '__self__', None),f.__name__

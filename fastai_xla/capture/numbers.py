@@ -95,6 +95,7 @@ def _refs(args): return tuple((o._i,) if isinstance(o, Tracked) else o for o in 
 class _Float(Tracked, float): pass
 class _Int(Tracked, int): pass
 
+# %% ../../nbs/api/05a_capture.numbers.ipynb #779fde45
 def _make(tape, i):
     v = tape.shown[i]
     res = (_Int if isinstance(v, int) else _Float)(v)

@@ -70,6 +70,7 @@ _module_attrs = frozenset(nn.Module().__dict__) - {'training'} | {'_flat_weight_
 # to print a tensor is to read it
 def key_name(k): return f'parameter of shape {tuple(k.shape)}' if isinstance(k, torch.Tensor) else str(k)
 
+# %% ../../nbs/api/05b_capture.state.ipynb #29c65ce9
 class Places:
     "The places under some objects, each with a readable path"
     def __init__(self,
@@ -175,6 +176,7 @@ class Memory:
             for k,v in was.items():
                 if k not in d or d[k] is not v: d[k] = v
 
+# %% ../../nbs/api/05b_capture.state.ipynb #8d7dcefb
 def item(d, k): return d[k]
 def leaf(d, k, i): return flatten(d[k])[0][i]
 def grad(p): return p.grad

@@ -56,6 +56,7 @@ class HostNumber(torch.Tensor):
                           "optimizer keeps a number; fastai's own optimizers keep none there")
         with torch._C.DisableTorchFunctionSubclass(): return f(*args, **(kwargs or {}))
 
+# %% ../../nbs/api/05c_capture.step.ipynb #43fdc348
 def _is_number(v): return isinstance(v, (int, float)) and not isinstance(v, bool)
 
 def number_keys(
@@ -86,6 +87,7 @@ def put_number(
 
 def _on_host(v): return type(v) is torch.Tensor and v.dim() == 0 and v.device.type == 'cpu' and v.is_floating_point()
 
+# %% ../../nbs/api/05c_capture.step.ipynb #8e26d7ac
 class Numbers:
     "Python numbers of a step that may change, in dicts and the `__dict__` of objects"
     def __init__(self,
@@ -144,6 +146,7 @@ class Numbers:
 aliased = ("somebody holds an alias or a view of what the step updates, such as `p.detach()` of a parameter; "
            "`p.detach().clone()` holds the values")
 
+# %% ../../nbs/api/05c_capture.step.ipynb #72a5f9fa
 class Trace:
     "One run of a step's Python, of which nothing is computed: what it reads and what it leaves behind. Afterwards everything is as before"
     def __init__(self,
@@ -228,6 +231,7 @@ def _changed(self:Trace, before, after, numbers):
     self.replaced = [(d, k, d[k]) for path,d,k in sorted(replaced, key=lambda o: o[0])]
     self.grads = [(p, p.grad) for p,g in zip(self.memory.params, self.memory.grads) if p.grad is not g]
 
+# %% ../../nbs/api/05c_capture.step.ipynb #e7c8e679
 @patch
 def _tree_changed(self:Trace, v, leaves, path):
     now = flatten(v)[0]
@@ -276,6 +280,7 @@ def _collect(self:Trace, outs):
     self.grads = [(p, None if g is None else root(g)) for p,g in self.grads]
     self.outs = tree(outs)
 
+# %% ../../nbs/api/05c_capture.step.ipynb #1b946704
 @patch
 def _sort_inputs(self:Trace):
     "What each input of the graph is: random state, batch, state or constant"
@@ -418,6 +423,7 @@ def retrace(self:Recording,
             if not unread: raise
     self._plan()
 
+# %% ../../nbs/api/05c_capture.step.ipynb #182e33fa
 def _shape(reader):
     f,*at = reader
     try: t = f(*at)
@@ -452,6 +458,7 @@ def _seeds(self:Recording):
         advance_rng()
     return res
 
+# %% ../../nbs/api/05c_capture.step.ipynb #dfec3038
 @patch
 def _send_numbers(self:Recording):
     new = [(j, i, dtype) for j,(i,dtype) in enumerate(self.scalars) if self.sent[j] is None or self.sent[j][0] != self.values[i]]

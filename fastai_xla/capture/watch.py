@@ -30,6 +30,7 @@ def _all_plain(v):
 def _type(v): return (type(v), *map(type, v)) if isinstance(v, (tuple, list)) and len(v) < 100 else type(v)
 def _is_object(v): return not isinstance(v, (torch.Tensor, dict, list, tuple))
 
+# %% ../../nbs/api/05e_capture.watch.ipynb #28fd6636
 class Watch:
     "Attributes of modules that decide what a step does"
     def __init__(self,

@@ -46,6 +46,7 @@ def accumulate(self:AvgSmoothLoss, learn):
     self.count += 1
     self.val = torch.lerp(to_detach(learn.loss.mean(), cpu=False), self.val, self.beta)
 
+# %% ../../nbs/api/04b_compat.learner.ipynb #1ddec9ab
 def _note(rec, replayed):
     "What `Recorder.after_batch` does, where all metrics but `replayed.others` have been accumulated and the smoothed loss is known"
     learn = rec.learn

@@ -111,6 +111,7 @@ def _init_torch(opt):
             if m is not None: g['momentum'] = m
     sync()
 
+# %% ../../nbs/api/04c_compat.optimizer.ipynb #0ec011c5
 def init_state(
     opt, # fastai `Optimizer`, or `Lookahead` or `OptimWrapper` around another
 ):
@@ -155,6 +156,7 @@ def swap_params(
         o.state = defaultdict(dict, {new.get(p, p): s for p,s in o.state.items()})
         _move_state(o.state)
 
+# %% ../../nbs/api/04c_compat.optimizer.ipynb #65bc03dc
 @patch
 def load_state_dict(self:Optimizer,
     sd:dict # State dict with `hypers` and `state` to load on the optimizer

@@ -29,6 +29,7 @@ def _outside_inference(f):
 # %% ../../nbs/api/01_lowerings.core.ipynb #fa070c3c
 lowerings = {}   # name -> Lowering
 
+# %% ../../nbs/api/01_lowerings.core.ipynb #b829d19f
 class Lowering:
     "Kernels that mend one fault: probed, registered and taken back together"
     def __init__(self,

@@ -36,6 +36,7 @@ class _PoolBack(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gg): return _Pool.apply(gg, ctx.n, ctx.args),None,None,None
 
+# %% ../../nbs/api/01h_lowerings.pool.ipynb #9dfb258a
 def _counts(out, size, k, stride, pad):
     "For each window along one axis: pixels within the image, and pixels of the window that PyTorch counts with padding"
     start = np.arange(out)*stride - pad

@@ -55,6 +55,7 @@ def _turn(loop, i, consts, carry, xs, outs):
     res = [*carry,*res] if loop.keep else res
     return i+_xb.Op.one(i.builder(), 's32'),carry,[_put(o, r, t) for o,r in zip(outs, res)]
 
+# %% ../../nbs/api/01g_lowerings.rnn.ipynb #6f55e3c2
 @lru_cache(maxsize=1024)
 def _computation(
     loop:_Loop, # A step, the shapes of all that it is given, and how to go about it
@@ -112,6 +113,7 @@ def _lstm_back(consts, carry, xs):
     da = _xb.Op.concat_in_dim([dc*g*(i-i*i), dc*c_prev*(f-f*f), dc*(i-i*g*g), dh*tc*(o-o*o)], 1)
     return [da@w, dc*f],[da,dy] if wr else [da]
 
+# %% ../../nbs/api/01g_lowerings.rnn.ipynb #defcbfb1
 def _gru(consts, carry, xs):
     (w,*b),(h,),(gx,) = consts,carry,xs
     a = h@w
@@ -175,6 +177,7 @@ class _LSTM(torch.autograd.Function):
         dwr = _sum_outer(dhs[0], gates[3]*cs.tanh()) if dhs else None
         return da,_sum_outer(da, _prev(hs, h0, ctx.reverse)),dwr,dh0,dc0,None,None
 
+# %% ../../nbs/api/01g_lowerings.rnn.ipynb #49ffa2c6
 class _GRU(torch.autograd.Function):
     @staticmethod
     def forward(ctx, gx, w, b, h0, mask, reverse):

@@ -65,6 +65,7 @@ class _Curve(Callback):
         self.losses += [float(l) for l in fetch(self._new)]
         self._new,self.batches = [],fetch(self.batches)
 
+# %% ../../nbs/api/12e_parity.backends.ipynb #b6e517af
 class _Taken(Callback):
     order = 1100
     def after_batch(self): self._curve.taken()
@@ -80,6 +81,7 @@ def _on_cpu(learn):
     learn.dls.to('cpu')
     learn.model.cpu()
 
+# %% ../../nbs/api/12e_parity.backends.ipynb #8a57b5e3
 def _prepare(learn, backend):
     "Put `learn` on a backend"
     if backend in ('xla', 'xla-replay'): return learn.to_xla(replay=backend == 'xla-replay')
@@ -213,6 +215,7 @@ def _check_same(truth, curve, name):
             raise ValueError(f"The run on {name} had other batches than the first run. "
                              "Make the dataloaders in `make_learner`, and leave random augmentation away.")
 
+# %% ../../nbs/api/12e_parity.backends.ipynb #f4f43f03
 def compare_backends(
     make_learner:callable, # Returns a new `Learner`
     # Any of these, or devices such as 'cuda'; those that cannot run here are left out. 'xla' traces every step,

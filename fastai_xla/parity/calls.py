@@ -50,6 +50,7 @@ def _state(m):
         buffers={k: v for k,v in m._buffers.items() if v is not None},
         attrs=attrs)
 
+# %% ../../nbs/api/12c_parity.calls.ipynb #1ed62ea2
 @contextmanager
 def installed(
     states:dict, # Module -> its state, as from `_state`
@@ -98,6 +99,7 @@ class Call:
     @property
     def largest(self): return max((t.numel() for t in floats([self.inputs, [c.outputs for c in self.children]]).values()), default=1)
 
+# %% ../../nbs/api/12c_parity.calls.ipynb #c5762d13
 _not_calls = set('''size dim stride numel detach clone backward register_hook requires_grad_ is_floating_point is_complex data_ptr
     item tolist contiguous storage_offset is_contiguous ndimension nelement
     __get__ __set__ __len__ __format__ __repr__ __bool__ __deepcopy__ __reduce_ex__
@@ -108,6 +110,7 @@ def _is_sequence(m):
     "A module whose own code does nothing but call its children one after the other?"
     return type(m).forward is nn.Sequential.forward and 'forward' not in vars(m) and not m._forward_hooks and not m._forward_pre_hooks
 
+# %% ../../nbs/api/12c_parity.calls.ipynb #c042e82e
 class Recorder(TorchFunctionMode):
     "Note the calls of a model, in the order in which they begin"
     def __init__(self,
@@ -190,6 +193,7 @@ class Recorder(TorchFunctionMode):
             with _calling(self._module), self: yield
         finally: torch.autograd.Function.apply = apply
 
+# %% ../../nbs/api/12c_parity.calls.ipynb #1fd3a2ca
 _module_call = nn.Module._wrapped_call_impl
 
 @contextmanager
@@ -276,6 +280,7 @@ def default_dtype(
     try: yield
     finally: torch.set_default_dtype(old)
 
+# %% ../../nbs/api/12c_parity.calls.ipynb #bdc7eaee
 def _short(n):
     for a,b in (('state.params.', ''), ('state.buffers.', ''), ('state.attrs.', ''), ('args', 'input'), ('kwargs.', '')):
         n = n.replace(a, b)
@@ -310,6 +315,7 @@ def repeat(
         bwd = stubs.backward | {_short(n): t.grad for n,t in wanted.items() if t.grad is not None}
     return dict(forward=fwd, backward=bwd)
 
+# %% ../../nbs/api/12c_parity.calls.ipynb #a9f10dd0
 def largest_difference(
     a:torch.Tensor, # A tensor
     e:torch.Tensor, # Another

@@ -47,6 +47,7 @@ def _errors(res, truth):
             errs[phase,n] = float('inf') if a is None or a.shape != e.shape else _error(a, e)
     return errs
 
+# %% ../../nbs/api/12d_parity.locate.ipynb #e3c8032c
 class Backend:
     "A device and a precision"
     def __init__(self,
@@ -70,6 +71,7 @@ def _truth(call, rounded, noise=None):
     gen = None if noise is None else torch.Generator().manual_seed(noise)
     return repeat(call, torch.device('cpu'), torch.float64, rounded, gen, modes=[PlainOps()])
 
+# %% ../../nbs/api/12d_parity.locate.ipynb #8860e0d8
 def _suspects(call, truth, errs, backends, rounded):
     rows,moved = [],None
     for b,e in zip(backends, errs):
@@ -124,6 +126,7 @@ class _Ops(TorchDispatchMode):
         self.ops[-1] = (*self.ops[-1][:3], keep(out))
         return out
 
+# %% ../../nbs/api/12d_parity.locate.ipynb #2b6370c8
 def _ops(call, backend, rounded):
     rec = _Ops()
     def backward(): rec.phase = 'backward'
@@ -145,6 +148,7 @@ def _op_error(func, inp, out, backend):
     worst = [e for k,e in err.items() if e > backend.tol and e > 10*noise[k]]
     return max(worst, default=0.)
 
+# %% ../../nbs/api/12d_parity.locate.ipynb #1e6ce43e
 _silent = set('''view clone detach _propagate_xla_data copy lift_fresh empty empty_like
     expand t transpose permute select slice unsqueeze squeeze _unsafe_view alias as_strided reshape _to
     zeros ones ones_like zeros_like new_empty_strided fill zero'''.split())
@@ -242,6 +246,7 @@ class Fault(Finding):
         before = error()
         with self.swap_op(fn): return before,error()
 
+# %% ../../nbs/api/12d_parity.locate.ipynb #dc3f0c41
 def _drawn(out, *_):
     "In place of a loss: a weighted sum of all outputs"
     g = torch.Generator().manual_seed(0)

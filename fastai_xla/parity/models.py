@@ -73,6 +73,7 @@ def _settings(model): return {f'{n}.{k}' if n else k: v for n,m in model.named_m
 
 def _both(x, y): return str(x) if x == y else f'{x} | {y}'
 
+# %% ../../nbs/api/12a_parity.models.ipynb #09ed6e90
 def compare_models(
     a:nn.Module|Learner, # A model
     b:nn.Module|Learner, # Another one, with the same names of parameters and buffers
@@ -173,6 +174,7 @@ def _model_noted(model):
         values()
     return [undo]
 
+# %% ../../nbs/api/12a_parity.models.ipynb #6faee722
 def _random_noted(dls):
     py,nps,cpu,xla = random.getstate(),np.random.get_state(),torch.get_rng_state(),rng_state()
     rngs = [(dl, dl.rng, dl.rng.getstate()) for dl in dls.loaders if hasattr(dl, 'rng')]
@@ -242,6 +244,7 @@ def _reason(n, p, learn, device, home, grads, moved):
     if any(bad.values()): return f"its gradient has {', '.join(f'{n} {w}' for w,n in bad.items() if n)} of {g.numel()} numbers"
     if not moved[n] and (g != 0).any(): return 'has a gradient and does not move: is the learning rate 0, or does a callback skip the step?'
 
+# %% ../../nbs/api/12a_parity.models.ipynb #72239daf
 def _devices(model):
     "The device of each parameter, and that of most"
     devices = {n: p.device for n,p in model.named_parameters()}
