@@ -11,12 +11,7 @@ from fastai_xla.runtime import *
 from fastai_xla.lowerings.all import *
 
 dev = device()
-
-@pytest.fixture(autouse=True, scope='module')
-def registered():
-    register_lowerings()
-    yield
-    for l in lowerings.values(): l.off()
+register_lowerings()
 
 def error(a, e): return ((a.double()-e.double()).abs().max()/e.double().abs().max().clamp(min=1e-3)).item()
 
