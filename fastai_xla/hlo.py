@@ -273,30 +273,6 @@ class Graph:
                 if ends[0] != ends[1] and all(e in self.boxes for e in ends): self.edges.setdefault(ends, by_id[i].shapes)
         self.boxes = {k: self.boxes[k] for r in self._rows() for k in r}
 
-    def view(self,
-        phase:str='', # '' for all, or 'forward', 'backward', 'update'
-        depth:int=1, # Levels of modules to show
-    ):
-        "The same graph, another part of it or another depth"
-        return type(self)(self.text, self.hlo, phase, depth)
-    @property
-    def forward(self): return self.view('forward', self.depth)
-    @property
-    def backward(self): return self.view('backward', self.depth)
-
-    def count(self) -> Counter: # (operator, shapes) -> how often
-        "Operators of the part that is shown"
-        return Counter((n.op, ', '.join(map(str, n.shapes))) for n in self.nodes)
-
-    def _rows(self):
-        "Boxes by the longest way from an input; an edge that would close a circle is left out of the count"
-        level,ins = {},groupby(self.edges, itemgetter(1), itemgetter(0))
-        def _level(k, above):
-            if k not in level: level[k] = max([_level(a, above | {k})+1 for a in ins.get(k, ()) if a not in above], default=0)
-            return level[k]
-        for k in self.boxes: _level(k, {k})
-        return [[k for k in self.boxes if level[k] == l] for l in range(max(level.values(), default=-1)+1)]
-
     def __repr__(self):
         lines = [f"{self.phase or 'step'}: {len(self.nodes)} operators and inputs, {len(self.boxes)} boxes"]
         for k,b in self.boxes.items():
@@ -304,33 +280,67 @@ class Graph:
             lines.append(f"  {b.label[0]}: {b.label[1]}" + (f"\n      -> {'; '.join(to)}" if to else ''))
         return '\n'.join(lines)
 
-    @property
-    def dot(self) -> str: # Text for graphviz
-        "The folded graph in graphviz's language"
-        q = lambda s: '"' + s.replace('"', "'") + '"'
-        boxes = [f"{q(k)} [shape=box, label={q(f'{b.label[0]}{chr(92)}n{b.label[1]}')}];" for k,b in self.boxes.items()]
-        return '\n'.join(['digraph step {', *boxes, *(f"{q(a)} -> {q(b)} [label={q(str(s[0]))}];" for (a,b),s in self.edges.items()), '}'])
-
     def _repr_html_(self):
         if svg := self._graphviz(): return svg
         return _svg(self) if len(self.boxes) <= 80 else f'<pre>{escape(repr(self))}</pre>'
 
-    def _graphviz(self):
-        if not shutil.which('dot'): return ''
-        try: svg = subprocess.run(['dot', '-Tsvg'], input=self.dot, capture_output=True, text=True, check=True, timeout=60).stdout
-        except (OSError, subprocess.SubprocessError): return ''
-        return svg[svg.find('<svg'):]
+# %% ../nbs/api/02b_hlo.ipynb #d0e7ec55
+@patch
+def view(self:Graph,
+    phase:str='', # '' for all, or 'forward', 'backward', 'update'
+    depth:int=1, # Levels of modules to show
+):
+    "The same graph, another part of it or another depth"
+    return type(self)(self.text, self.hlo, phase, depth)
 
-    def save(self,
-        file, # '.txt' for torch_xla's graph, '.hlo' for HLO, '.dot' for graphviz, '.svg' for the picture
-    ):
-        "Write the graph to a file"
-        kinds = {'.txt': lambda: self.text, '.hlo': lambda: self.hlo,
-                 '.dot': lambda: self.dot, '.svg': lambda: self._graphviz() or _svg(self)}
-        ext = Path(file).suffix
-        if ext not in kinds:
-            raise ValueError(f"A graph is written as {', '.join(kinds)}, and '{ext}' is none of these: give the file one of these endings.")
-        Path(file).write_text(kinds[ext]())
+@patch(as_prop=True)
+def forward(self:Graph): return self.view('forward', self.depth)
+
+@patch(as_prop=True)
+def backward(self:Graph): return self.view('backward', self.depth)
+
+# %% ../nbs/api/02b_hlo.ipynb #d53f3323
+@patch
+def count(self:Graph) -> Counter: # (operator, shapes) -> how often
+    "Operators of the part that is shown"
+    return Counter((n.op, ', '.join(map(str, n.shapes))) for n in self.nodes)
+
+@patch
+def _rows(self:Graph):
+    "Boxes by the longest way from an input; an edge that would close a circle is left out of the count"
+    level,ins = {},groupby(self.edges, itemgetter(1), itemgetter(0))
+    def _level(k, above):
+        if k not in level: level[k] = max([_level(a, above | {k})+1 for a in ins.get(k, ()) if a not in above], default=0)
+        return level[k]
+    for k in self.boxes: _level(k, {k})
+    return [[k for k in self.boxes if level[k] == l] for l in range(max(level.values(), default=-1)+1)]
+
+# %% ../nbs/api/02b_hlo.ipynb #b5fed08f
+@patch(as_prop=True)
+def dot(self:Graph) -> str: # Text for graphviz
+    "The folded graph in graphviz's language"
+    q = lambda s: '"' + s.replace('"', "'") + '"'
+    boxes = [f"{q(k)} [shape=box, label={q(f'{b.label[0]}{chr(92)}n{b.label[1]}')}];" for k,b in self.boxes.items()]
+    return '\n'.join(['digraph step {', *boxes, *(f"{q(a)} -> {q(b)} [label={q(str(s[0]))}];" for (a,b),s in self.edges.items()), '}'])
+
+@patch
+def _graphviz(self:Graph):
+    if not shutil.which('dot'): return ''
+    try: svg = subprocess.run(['dot', '-Tsvg'], input=self.dot, capture_output=True, text=True, check=True, timeout=60).stdout
+    except (OSError, subprocess.SubprocessError): return ''
+    return svg[svg.find('<svg'):]
+
+@patch
+def save(self:Graph,
+    file, # '.txt' for torch_xla's graph, '.hlo' for HLO, '.dot' for graphviz, '.svg' for the picture
+):
+    "Write the graph to a file"
+    kinds = {'.txt': lambda: self.text, '.hlo': lambda: self.hlo,
+             '.dot': lambda: self.dot, '.svg': lambda: self._graphviz() or _svg(self)}
+    ext = Path(file).suffix
+    if ext not in kinds:
+        raise ValueError(f"A graph is written as {', '.join(kinds)}, and '{ext}' is none of these: give the file one of these endings.")
+    Path(file).write_text(kinds[ext]())
 
 # %% ../nbs/api/02b_hlo.ipynb #293c4d6f
 _colors = dict(forward='#dbe9f6', backward='#fde3cf', update='#e2f0d9')

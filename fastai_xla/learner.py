@@ -91,32 +91,12 @@ class XLAOptCallback(Callback):
         self.shapes,self.told = {},set()   # of batches in this fit; what has been told of tensors in attributes
         self.homes = {}   # (module, name) -> the parameter that was there when the model was moved last
 
-    def hidden(self):
-        "Move the state that the model keeps in plain attributes, and tell of it once"
-        names = move_hidden(self.learn.model, self.device)
-        new = [n for n in names if n not in self.told]
-        if new: warnings.warn(moved_text(new, self.device))
-        self.told.update(names)
-
     def before_fit(self):
         settle(self.learn)
         self.shapes = {}
         if self.opt is not None: init_state(self.opt)
         self.settle()
         if self.fitting: self.log.between('before the fit')
-
-    def before_batch(self):
-        learn = self.learn   # whose attributes are slow to find through the callback
-        if getattr(learn, 'iter', None) is None or getattr(learn, 'dl', None) is None: return   # the event, or the batch, is called by hand
-        if learn.iter == 0: _check_batch(learn)
-        _check_shapes(learn, self.shapes.setdefault(learn.training, {}))
-
-    def after_batch(self):
-        learn,replay = self.learn,self.replay
-        self.settle(replay is None or replay.strangers())
-        if self.fitting:
-            self.log.batch('training' if learn.training else 'validation',
-                           f'epoch {learn.epoch}, batch {learn.iter}', bool(replay and replay.tracing))
 
     def settle(self,
         written:bool=True, # After a replayed step: may something have been written down since?
@@ -130,18 +110,44 @@ class XLAOptCallback(Callback):
         self.ran = False
         if self.replay: self.replay.advance()
 
-    def _between(self, where):
-        move_learner(self.learn, self.device)   # a callback may have had it on the CPU
-        self.hidden()   # or reset it
-        self.settle()
-        if self.fitting: self.log.between(f'{where} epoch {self.epoch}')
-
     def before_train(self):    self._between('before training,')
     def after_train(self):     self._between('after training,')
     def before_validate(self): self._between('before validation,')
     def after_validate(self):  self._between('after validation,')
     def after_epoch(self):     self._between('after')
     def after_fit(self):       self.hidden()
+
+# %% ../nbs/api/07_learner.ipynb #fcf09705
+@patch
+def before_batch(self:XLAOptCallback):
+    learn = self.learn   # whose attributes are slow to find through the callback
+    if getattr(learn, 'iter', None) is None or getattr(learn, 'dl', None) is None: return   # the event, or the batch, is called by hand
+    if learn.iter == 0: _check_batch(learn)
+    _check_shapes(learn, self.shapes.setdefault(learn.training, {}))
+
+@patch
+def after_batch(self:XLAOptCallback):
+    learn,replay = self.learn,self.replay
+    self.settle(replay is None or replay.strangers())
+    if self.fitting:
+        self.log.batch('training' if learn.training else 'validation',
+                       f'epoch {learn.epoch}, batch {learn.iter}', bool(replay and replay.tracing))
+
+# %% ../nbs/api/07_learner.ipynb #79c471a2
+@patch
+def hidden(self:XLAOptCallback):
+    "Move the state that the model keeps in plain attributes, and tell of it once"
+    names = move_hidden(self.learn.model, self.device)
+    new = [n for n in names if n not in self.told]
+    if new: warnings.warn(moved_text(new, self.device))
+    self.told.update(names)
+
+@patch
+def _between(self:XLAOptCallback, where):
+    move_learner(self.learn, self.device)   # a callback may have had it on the CPU
+    self.hidden()   # or reset it
+    self.settle()
+    if self.fitting: self.log.between(f'{where} epoch {self.epoch}')
 
 # %% ../nbs/api/07_learner.ipynb #f13837cf
 def _leaves(o):

@@ -60,21 +60,9 @@ class SAM(Callback):
         store_attr()
         self.second,self.before,self.held,self.notes = False,None,None,_Notes()
 
-    def _graded(self): return [p for pg in self.opt.param_lists for p in pg if p.grad is not None]
-
-    def _perturbed(self):
-        ps = [p for p in self._graded() if p.requires_grad]
-        if self.only is None: return ps
-        names = {p: n for n,p in self.model.named_parameters()}
-        return [p for p in ps if self.only(names.get(p, ''), p)]
-
     def before_fit(self):
         self._unhook()
         self.model.register_forward_pre_hook(self.notes)
-
-    def _unhook(self):
-        hooks = self.model._forward_pre_hooks
-        for k in [k for k,h in hooks.items() if h is self.notes]: del hooks[k]
 
     def after_pred(self):
         if not self.second: self.before = self.notes.taken()
@@ -96,29 +84,48 @@ class SAM(Callback):
         self.before = self.held = None
     after_cancel_fit = after_fit
 
-    def _twice(self, ps):
-        learn,after = self.learn,_noted(self.model)
-        ws,results = [p.data.clone() for p in ps],(learn.pred, learn.loss_grad, learn.loss)
-        _perturb(ps, self.rho, self.adaptive, self.eta)
-        _put_back(self.before)
-        for p in self._graded(): p.grad = None
-        self.second,self.notes.on = True,False
-        try:
-            with torch.enable_grad(): self._second_pass()
-        finally:
-            self.second,self.notes.on = False,True
-            for p,w in zip(ps, ws): p.data.copy_(w)
-            _put_back(after)
-            learn.pred,learn.loss_grad,learn.loss = results
+# %% ../nbs/api/11_optim.ipynb #0e6a794c
+@patch
+def _graded(self:SAM): return [p for pg in self.opt.param_lists for p in pg if p.grad is not None]
 
-    def _second_pass(self):
-        learn = self.learn
-        for cb in learn.cbs:
-            if isinstance(cb, MixedPrecision): cb.before_batch()   # into autocast; its `after_loss` leaves it
-        learn.pred = learn.model(*learn.xb)
-        learn('after_pred')
-        learn.loss_grad = learn.loss_func(learn.pred, *learn.yb)
-        learn.loss = learn.loss_grad.clone()
-        learn('after_loss')
-        learn('before_backward')
-        learn._backward()
+@patch
+def _perturbed(self:SAM):
+    ps = [p for p in self._graded() if p.requires_grad]
+    if self.only is None: return ps
+    names = {p: n for n,p in self.model.named_parameters()}
+    return [p for p in ps if self.only(names.get(p, ''), p)]
+
+@patch
+def _unhook(self:SAM):
+    hooks = self.model._forward_pre_hooks
+    for k in [k for k,h in hooks.items() if h is self.notes]: del hooks[k]
+
+# %% ../nbs/api/11_optim.ipynb #89fe10ee
+@patch
+def _twice(self:SAM, ps):
+    learn,after = self.learn,_noted(self.model)
+    ws,results = [p.data.clone() for p in ps],(learn.pred, learn.loss_grad, learn.loss)
+    _perturb(ps, self.rho, self.adaptive, self.eta)
+    _put_back(self.before)
+    for p in self._graded(): p.grad = None
+    self.second,self.notes.on = True,False
+    try:
+        with torch.enable_grad(): self._second_pass()
+    finally:
+        self.second,self.notes.on = False,True
+        for p,w in zip(ps, ws): p.data.copy_(w)
+        _put_back(after)
+        learn.pred,learn.loss_grad,learn.loss = results
+
+@patch
+def _second_pass(self:SAM):
+    learn = self.learn
+    for cb in learn.cbs:
+        if isinstance(cb, MixedPrecision): cb.before_batch()   # into autocast; its `after_loss` leaves it
+    learn.pred = learn.model(*learn.xb)
+    learn('after_pred')
+    learn.loss_grad = learn.loss_func(learn.pred, *learn.yb)
+    learn.loss = learn.loss_grad.clone()
+    learn('after_loss')
+    learn('before_backward')
+    learn._backward()

@@ -75,22 +75,8 @@ class XLAReport:
     @property
     def fallbacks(self): return sum((c.fallbacks for n,c in self.costs.items() if not n.startswith('steady')), Counter())
 
-    def _row(self, n):
-        c = self.costs[n]
-        return {'batches': self.log.batches.get(n, ''), 'compiles': c.compiles,
-            'compile s': round(c.compile_s, 1), 'executions': c.executions,
-            'to host': c.to_host, 'to device': c.to_device, 'fallbacks': c.n_fallbacks}
-
     @property
     def totals(self): return pd.DataFrame([self._row(n) for n in (*_warm_up, 'between')], index=[*_warm_up, 'between'])
-
-    def per_batch(self,
-        phase:str='training', # 'training' or 'validation'
-    ) -> dict: # Per steady batch: compiles, executions, transfers, fallbacks
-        "What a batch costs once all is compiled"
-        c,n = self.costs[f'steady {phase}'],self.log.n_steady(phase) or 1
-        return {'compiles': c.compiles/n, 'executions': c.executions/n, 'to host': (c.to_host-c.looks)/n, 'to device': c.to_device/n,
-            'fallbacks': c.n_fallbacks/n}
 
     @property
     def steady(self):
@@ -100,29 +86,6 @@ class XLAReport:
     @property
     def clean(self) -> bool: # Do the steady batches keep the step contract?
         return not any(v for p in _warm_up for k,v in self.per_batch(p).items() if k in ('compiles', 'to host', 'fallbacks'))
-
-    @property
-    def causes(self) -> pd.DataFrame: # One row for each cause; empty unless the fit was watched
-        "Why batches compiled, were read from or left the device, with the line"
-        return self.watch.table if self.watch else pd.DataFrame()
-
-    def _why(self):
-        for c in self.causes.itertuples():
-            what = f"{c.cause}, {c.batches} batch{'es' if c.batches > 1 else ''}, first in {c.first}: {c.what}"
-            yield what, [c.line] + [f'through {c.through}']*bool(c.through), c.cure
-
-    def _notes(self):
-        looks = self.costs['training'].looks + self.costs['validation'].looks
-        if looks: yield f"{looks} of the transfers to the host were looks for the progress bar, by the clock; they are left out per batch."
-        for why,n in self.plain.items(): yield f"{n} batch{'es were' if n > 1 else ' was'} traced anew and not replayed: {why}."
-        for what,n in self.beside.items(): yield f"{n} batch{'es' if n > 1 else ''} ran a program beside the step: {what}."
-        if self.watch is None and not self.clean:
-            yield ("Which lines these come from, and why: `learn.xla_report(causes=True)`, which looks at a few batches, "
-                   "or another fit with `cbs=XLAReportCallback()`.")
-        if self.watch is not None and not self.watch.causes:
-            yield "Watched batch by batch: no cause of a compile, a transfer or a fallback was found."
-        if self.fallbacks:
-            yield "Without an XLA kernel, run on the CPU: " + ', '.join(f'{k} (x{v})' for k,v in self.fallbacks.items()) + "."
 
     def _parts(self): return (('The fit', self.totals), ('Per steady batch', self.steady), ('Compiled', self.compiled))
     def __repr__(self):
@@ -134,3 +97,46 @@ class XLAReport:
         why = [f"<li>{escape(w)}{''.join(f'<br><code>{escape(l)}</code>' for l in lines)}<br>{escape(cure)}</li>"
                for w,lines,cure in self._why()]
         return '\n'.join(parts + [f"<p><b>Causes</b></p><ul>{''.join(why)}</ul>"]*bool(why) + [f'<p>{n}</p>' for n in self._notes()])
+
+# %% ../nbs/api/02_report.ipynb #9bfcd2b5
+@patch
+def _row(self:XLAReport, n):
+    c = self.costs[n]
+    return {'batches': self.log.batches.get(n, ''), 'compiles': c.compiles,
+        'compile s': round(c.compile_s, 1), 'executions': c.executions,
+        'to host': c.to_host, 'to device': c.to_device, 'fallbacks': c.n_fallbacks}
+
+@patch
+def per_batch(self:XLAReport,
+    phase:str='training', # 'training' or 'validation'
+) -> dict: # Per steady batch: compiles, executions, transfers, fallbacks
+    "What a batch costs once all is compiled"
+    c,n = self.costs[f'steady {phase}'],self.log.n_steady(phase) or 1
+    return {'compiles': c.compiles/n, 'executions': c.executions/n, 'to host': (c.to_host-c.looks)/n, 'to device': c.to_device/n,
+        'fallbacks': c.n_fallbacks/n}
+
+# %% ../nbs/api/02_report.ipynb #50f66ecf
+@patch(as_prop=True)
+def causes(self:XLAReport) -> pd.DataFrame: # One row for each cause; empty unless the fit was watched
+    "Why batches compiled, were read from or left the device, with the line"
+    return self.watch.table if self.watch else pd.DataFrame()
+
+@patch
+def _why(self:XLAReport):
+    for c in self.causes.itertuples():
+        what = f"{c.cause}, {c.batches} batch{'es' if c.batches > 1 else ''}, first in {c.first}: {c.what}"
+        yield what, [c.line] + [f'through {c.through}']*bool(c.through), c.cure
+
+@patch
+def _notes(self:XLAReport):
+    looks = self.costs['training'].looks + self.costs['validation'].looks
+    if looks: yield f"{looks} of the transfers to the host were looks for the progress bar, by the clock; they are left out per batch."
+    for why,n in self.plain.items(): yield f"{n} batch{'es were' if n > 1 else ' was'} traced anew and not replayed: {why}."
+    for what,n in self.beside.items(): yield f"{n} batch{'es' if n > 1 else ''} ran a program beside the step: {what}."
+    if self.watch is None and not self.clean:
+        yield ("Which lines these come from, and why: `learn.xla_report(causes=True)`, which looks at a few batches, "
+               "or another fit with `cbs=XLAReportCallback()`.")
+    if self.watch is not None and not self.watch.causes:
+        yield "Watched batch by batch: no cause of a compile, a transfer or a fallback was found."
+    if self.fallbacks:
+        yield "Without an XLA kernel, run on the CPU: " + ', '.join(f'{k} (x{v})' for k,v in self.fallbacks.items()) + "."

@@ -206,37 +206,43 @@ class ContrastiveDivergence(Callback):
         self.gap, = send([torch.zeros(())], device)
         if self.chains and self.chains[0][0].device.type != device.type: self.chains = [send(c, device) for c in self.chains]
 
-    def before_batch(self):
-        self.real,self.fake = [_plain(o) for o in (self.xb[0], *self.yb)],None
-        if self.chains and len(self.real[0]) != len(self.chains[0][0]): return
-        i = self.i%self.n_buffer
-        if not self.chains: self.chains = [self._begin() for _ in range(self.n_buffer)]
-        elif self.i < self.n_buffer: self.chains[i] = self._begin()
-        x,*y = self._sample(*self.chains[i])
-        self.fake = [x, *(o.clone() for o in y)]
-        again = _rows(torch.rand(len(x), device=x.device) < self.restart, x)
-        self.chains[i] = [torch.where(again, self.start(self.real[0]), x), *y]
-        if is_xla(x): sync()
-        self.i += 1
-
-    def _begin(self): return [self.start(self.real[0]), *(y.clone() for y in self.real[1:])]
-
-    def _sample(self, x, *y):
-        f = lambda x: self.energy(self.model, x, *y)
-        with _eval_mode(self.model):
-            return [langevin_sample(f, x, self.n_steps, self.step_size, self.noise,
-                                    clip=self.clip, clip_grad=self.clip_grad, progress=False), *y]
-
-    def after_loss(self):
-        if self.fake is None: return
-        x,*y = self.real
-        real,fake = self.energy(self.model, x + self.data_noise*torch.randn_like(x), *y),self.energy(self.model, *self.fake)
-        gap = fake.mean()-real.mean()
-        self.learn.loss_grad = self.learn.loss_grad - gap + self.l2*(real.pow(2)+fake.pow(2)).mean()
-        self.learn.loss = self.learn.loss_grad.clone()
-        self.gap = gap.detach()
-
     def after_batch(self):
         if self.fake is not None: self.gaps.append(self.gap)
 
     def after_train(self): self.gaps,self.real,self.fake = fetch(self.gaps),None,None
+
+# %% ../nbs/api/10_sampling.ipynb #ffd6a8bf
+@patch
+def before_batch(self:ContrastiveDivergence):
+    self.real,self.fake = [_plain(o) for o in (self.xb[0], *self.yb)],None
+    if self.chains and len(self.real[0]) != len(self.chains[0][0]): return
+    i = self.i%self.n_buffer
+    if not self.chains: self.chains = [self._begin() for _ in range(self.n_buffer)]
+    elif self.i < self.n_buffer: self.chains[i] = self._begin()
+    x,*y = self._sample(*self.chains[i])
+    self.fake = [x, *(o.clone() for o in y)]
+    again = _rows(torch.rand(len(x), device=x.device) < self.restart, x)
+    self.chains[i] = [torch.where(again, self.start(self.real[0]), x), *y]
+    if is_xla(x): sync()
+    self.i += 1
+
+@patch
+def _begin(self:ContrastiveDivergence): return [self.start(self.real[0]), *(y.clone() for y in self.real[1:])]
+
+@patch
+def _sample(self:ContrastiveDivergence, x, *y):
+    f = lambda x: self.energy(self.model, x, *y)
+    with _eval_mode(self.model):
+        return [langevin_sample(f, x, self.n_steps, self.step_size, self.noise,
+                                clip=self.clip, clip_grad=self.clip_grad, progress=False), *y]
+
+# %% ../nbs/api/10_sampling.ipynb #a004ce8d
+@patch
+def after_loss(self:ContrastiveDivergence):
+    if self.fake is None: return
+    x,*y = self.real
+    real,fake = self.energy(self.model, x + self.data_noise*torch.randn_like(x), *y),self.energy(self.model, *self.fake)
+    gap = fake.mean()-real.mean()
+    self.learn.loss_grad = self.learn.loss_grad - gap + self.l2*(real.pow(2)+fake.pow(2)).mean()
+    self.learn.loss = self.learn.loss_grad.clone()
+    self.gap = gap.detach()

@@ -50,34 +50,39 @@ class Tape:
         except (ArithmeticError, ValueError): shown = None
         return self._entry(f, _refs(args), true, shown if isinstance(shown, (int, float)) else self.rng.uniform(.05, .95))
 
-    def guard(self,
-        f, # Function of numbers
-        *args, # Numbers, tracked or plain
-    ): # What it gives, as a plain value
-        "Apply `f`, and remember that the step is valid only while it gives the same"
-        res = self.guards[f, _refs(args)] = f(*map(true_value, args))
-        return res
+# %% ../../nbs/api/05a_capture.numbers.ipynb #3ec5f53f
+@patch
+def guard(self:Tape,
+    f, # Function of numbers
+    *args, # Numbers, tracked or plain
+): # What it gives, as a plain value
+    "Apply `f`, and remember that the step is valid only while it gives the same"
+    res = self.guards[f, _refs(args)] = f(*map(true_value, args))
+    return res
 
-    def evaluate(self,
-        values:dict, # Name -> value
-    ) -> list: # Value of each entry
-        "Compute all entries from new values of the named ones"
-        res = []
-        for f,args in self.ops: res.append(values[args] if f is None else f(*(res[a[0]] if type(a) is tuple else a for a in args)))
-        return res
+@patch
+def evaluate(self:Tape,
+    values:dict, # Name -> value
+) -> list: # Value of each entry
+    "Compute all entries from new values of the named ones"
+    res = []
+    for f,args in self.ops: res.append(values[args] if f is None else f(*(res[a[0]] if type(a) is tuple else a for a in args)))
+    return res
 
-    def unread(self) -> frozenset: # Keys
-        "Numbers shown as they are on which no comparison depends"
-        used = {a[0] for _,args in self.guards for a in args if type(a) is tuple}
-        for i,(f,args) in reversed(list(enumerate(self.ops))):
-            if i in used and f is not None: used |= {a[0] for a in args if type(a) is tuple}
-        return frozenset(k for k,i in self.names.items() if i not in used and not self.hidden[i])
+@patch
+def unread(self:Tape) -> frozenset: # Keys
+    "Numbers shown as they are on which no comparison depends"
+    used = {a[0] for _,args in self.guards for a in args if type(a) is tuple}
+    for i,(f,args) in reversed(list(enumerate(self.ops))):
+        if i in used and f is not None: used |= {a[0] for a in args if type(a) is tuple}
+    return frozenset(k for k,i in self.names.items() if i not in used and not self.hidden[i])
 
-    def holds(self,
-        res:list, # As from `evaluate`
-    ) -> bool:
-        "Do all comparisons come out as they did?"
-        return all(f(*(res[a[0]] if type(a) is tuple else a for a in args)) == v for (f,args),v in self.guards.items())
+@patch
+def holds(self:Tape,
+    res:list, # As from `evaluate`
+) -> bool:
+    "Do all comparisons come out as they did?"
+    return all(f(*(res[a[0]] if type(a) is tuple else a for a in args)) == v for (f,args),v in self.guards.items())
 
 # %% ../../nbs/api/05a_capture.numbers.ipynb #18e14e3b
 class Tracked:

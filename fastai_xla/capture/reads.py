@@ -98,102 +98,115 @@ class Reads:
             for k in [k for k,f in vars(c).items() if k == code.co_name or getattr(f, '__code__', None) is code]:
                 self._read(vars(c), k, None, f'{c.__name__}.{k}', c)
 
-    def _refuse(self, v, path):
-        if _moves(v):
-            raise Refused(f"the step may draw from {path}, a {type(v).__name__}, and nobody would "
-                          f"move that on; draw on the device, e.g. torch.rand(n, device=x.device)")
+# %% ../../nbs/api/05f_capture.reads.ipynb #3e3ebd10
+@patch
+def _refuse(self:Reads, v, path):
+    if _moves(v):
+        raise Refused(f"the step may draw from {path}, a {type(v).__name__}, and nobody would "
+                      f"move that on; draw on the device, e.g. torch.rand(n, device=x.device)")
 
-    def _read(self, d, k, code, path, owner=None, new=False):
-        v = _get(d, k)
-        if v is _missing and not new or (id(d), k) in self.numbers: return
-        self._refuse(v, path)
-        self.places.setdefault((id(d if owner is None else owner), k), (d, k, self._kept(v), v, _copy(v), path, owner))
-        if code is not None: self._walk(v, code, path)
+@patch
+def _read(self:Reads, d, k, code, path, owner=None, new=False):
+    v = _get(d, k)
+    if v is _missing and not new or (id(d), k) in self.numbers: return
+    self._refuse(v, path)
+    self.places.setdefault((id(d if owner is None else owner), k), (d, k, self._kept(v), v, _copy(v), path, owner))
+    if code is not None: self._walk(v, code, path)
 
-    def _walk(self, v, code, path, depth=0):
-        "Follow the attributes whose names stand in the code, and all plain ones of objects that are no modules, callbacks or the like"
-        if isinstance(v, (torch.Tensor, *_plain)) or depth > 4 or (id(v), code) in self._seen: return
-        self._seen.add((id(v), code))
-        if hasattr(v, 'cache_info'): self.caches.setdefault(id(v), (v, v.cache_info().currsize))
-        for o in _items(v)[:1000]:
-            self._refuse(o, path)
-            self._walk(o, code, path, depth+1)
-        if isinstance(v, MethodType): self._walk(v.__self__, code, path, depth+1)
-        if isinstance(v, dict):
-            for k in [k for k in v if isinstance(k, _plain)][:1000]: self._read(v, k, None, f'{path}[{k}]', v)
-        if isinstance(v, (*_lists, dict, MethodType)): return
-        _,attrs,stores = _names(code)
-        d,names = getattr(v, '__dict__', None),attrs
-        if isinstance(v, (ModuleType, type)):
-            if is_library(v.__name__ if isinstance(v, ModuleType) else v.__module__): return
-        elif isinstance(v, GetAttr): names = attrs - of_batch | {v._default}
-        elif (isinstance(d, dict) and not isinstance(v, FunctionType)
-              and not (isinstance(v, nn.Module) and (id(d) in self.known or hasattr(v, 'step_key')))):
-            names = attrs | {k for k,o in d.items() if isinstance(o, _plain)}
-        if isinstance(d, dict):
-            for k in names & d.keys(): self._read(d, k, code, f'{path}.{k}', v)
-            for k in stores if id(d) not in self.known else (): self._read(d, k, None, f'{path}.{k}', v, new=True)
-        for k in {k for c in type(v).__mro__ for k in vars(c).get('__slots__', ()) if k in attrs | stores}:
-            self._read(v, k, code, f'{path}.{k}', v, new=True)
-        for c in () if isinstance(v, (ModuleType, FunctionType)) else (v if isinstance(v, type) else type(v)).__mro__:
-            if not is_library(c.__module__):
-                for k in attrs & vars(c).keys(): self._read(vars(c), k, code, f'{c.__name__}.{k}', c)
+# %% ../../nbs/api/05f_capture.reads.ipynb #33fbe428
+@patch
+def _walk(self:Reads, v, code, path, depth=0):
+    "Follow the attributes whose names stand in the code, and all plain ones of objects that are no modules, callbacks or the like"
+    if isinstance(v, (torch.Tensor, *_plain)) or depth > 4 or (id(v), code) in self._seen: return
+    self._seen.add((id(v), code))
+    if hasattr(v, 'cache_info'): self.caches.setdefault(id(v), (v, v.cache_info().currsize))
+    for o in _items(v)[:1000]:
+        self._refuse(o, path)
+        self._walk(o, code, path, depth+1)
+    if isinstance(v, MethodType): self._walk(v.__self__, code, path, depth+1)
+    if isinstance(v, dict):
+        for k in [k for k in v if isinstance(k, _plain)][:1000]: self._read(v, k, None, f'{path}[{k}]', v)
+    if isinstance(v, (*_lists, dict, MethodType)): return
+    _,attrs,stores = _names(code)
+    d,names = getattr(v, '__dict__', None),attrs
+    if isinstance(v, (ModuleType, type)):
+        if is_library(v.__name__ if isinstance(v, ModuleType) else v.__module__): return
+    elif isinstance(v, GetAttr): names = attrs - of_batch | {v._default}
+    elif (isinstance(d, dict) and not isinstance(v, FunctionType)
+          and not (isinstance(v, nn.Module) and (id(d) in self.known or hasattr(v, 'step_key')))):
+        names = attrs | {k for k,o in d.items() if isinstance(o, _plain)}
+    if isinstance(d, dict):
+        for k in names & d.keys(): self._read(d, k, code, f'{path}.{k}', v)
+        for k in stores if id(d) not in self.known else (): self._read(d, k, None, f'{path}.{k}', v, new=True)
+    for k in {k for c in type(v).__mro__ for k in vars(c).get('__slots__', ()) if k in attrs | stores}:
+        self._read(v, k, code, f'{path}.{k}', v, new=True)
+    for c in () if isinstance(v, (ModuleType, FunctionType)) else (v if isinstance(v, type) else type(v)).__mro__:
+        if not is_library(c.__module__):
+            for k in attrs & vars(c).keys(): self._read(vars(c), k, code, f'{c.__name__}.{k}', c)
 
-    def _kept(self, v):
-        "What `v` is known by"
-        with torch._C.DisableTorchFunctionSubclass():
-            if isinstance(v, torch.Tensor): return 'a tensor' if is_xla(v) else (id(v), v._version)
-        if isinstance(v, _plain): return type(v),v
-        if isinstance(v, np.ndarray): return (v.dtype, v.shape, v.tobytes()) if v.nbytes <= 1e6 and not v.dtype.hasobject else id(v)
-        if isinstance(v, (*_lists, dict)) and len(v) > 1000: return id(v),len(v)
-        if isinstance(v, dict):
-            return dict,tuple((k if isinstance(k, _plain) else id(k), self._kept(o)) for k,o in v.items() if (id(v), k) not in self.numbers)
-        if isinstance(v, _lists): return type(v),tuple(map(self._kept, v))
-        if isinstance(v, partial): return id(v.func),self._kept(v.args),self._kept(v.keywords)
-        if isinstance(v, MethodType): return id(v.__self__),id(v.__func__)
-        return id(v)
+# %% ../../nbs/api/05f_capture.reads.ipynb #4815359e
+@patch
+def _kept(self:Reads, v):
+    "What `v` is known by"
+    with torch._C.DisableTorchFunctionSubclass():
+        if isinstance(v, torch.Tensor): return 'a tensor' if is_xla(v) else (id(v), v._version)
+    if isinstance(v, _plain): return type(v),v
+    if isinstance(v, np.ndarray): return (v.dtype, v.shape, v.tobytes()) if v.nbytes <= 1e6 and not v.dtype.hasobject else id(v)
+    if isinstance(v, (*_lists, dict)) and len(v) > 1000: return id(v),len(v)
+    if isinstance(v, dict):
+        return dict,tuple((k if isinstance(k, _plain) else id(k), self._kept(o)) for k,o in v.items() if (id(v), k) not in self.numbers)
+    if isinstance(v, _lists): return type(v),tuple(map(self._kept, v))
+    if isinstance(v, partial): return id(v.func),self._kept(v.args),self._kept(v.keywords)
+    if isinstance(v, MethodType): return id(v.__self__),id(v.__func__)
+    return id(v)
 
-    def forget_new(self,
-        objects:list, # Objects that the step has made
-    ):
-        "Leave out what only the step has had"
-        new = {id(o) for o in objects}
-        self.places = {k: o for k,o in self.places.items() if k[0] not in new}
-        self._alive = []
+@patch
+def forget_new(self:Reads,
+    objects:list, # Objects that the step has made
+):
+    "Leave out what only the step has had"
+    new = {id(o) for o in objects}
+    self.places = {k: o for k,o in self.places.items() if k[0] not in new}
+    self._alive = []
 
-    def restore(self) -> str: # The first such place; empty if there is none
-        "Put back what the step has changed of objects that nobody else looks after"
-        found = ''
-        for d,k,kept,v,was,path,owner in self.places.values():
-            now = _get(d, k)
-            # of containers and arrays in place nobody else knows
-            if id(d) in self.known and not (now is v and isinstance(v, (np.ndarray, set, deque))): continue
-            moved = (now is not v and isinstance(v, torch.Tensor)
-                     or isinstance(v, torch.Tensor) and is_xla(v) and was is not None and pending([v])[0])
-            moved = moved or any(a is not b for a,b in zip(_items(v), _items(was)) if isinstance(a, torch.Tensor))
-            if not moved and self._kept(now) == kept: continue
-            found = found or path
-            if now is v or isinstance(v, torch.Tensor): _put_back(v, was)
-            if now is not v:
-                if isinstance(d, dict): d.pop(k, None) if v is _missing else d.update({k: v})
-                else: delattr(owner, k) if v is _missing else setattr(owner, k, v)   # of a class, or of an object with `__slots__`
-        for f,n in self.caches.values():
-            if f.cache_info().currsize != n: f.cache_clear()   # it may hold tensors of the trace
-        return found
+# %% ../../nbs/api/05f_capture.reads.ipynb #069257ef
+@patch
+def restore(self:Reads) -> str: # The first such place; empty if there is none
+    "Put back what the step has changed of objects that nobody else looks after"
+    found = ''
+    for d,k,kept,v,was,path,owner in self.places.values():
+        now = _get(d, k)
+        # of containers and arrays in place nobody else knows
+        if id(d) in self.known and not (now is v and isinstance(v, (np.ndarray, set, deque))): continue
+        moved = (now is not v and isinstance(v, torch.Tensor)
+                 or isinstance(v, torch.Tensor) and is_xla(v) and was is not None and pending([v])[0])
+        moved = moved or any(a is not b for a,b in zip(_items(v), _items(was)) if isinstance(a, torch.Tensor))
+        if not moved and self._kept(now) == kept: continue
+        found = found or path
+        if now is v or isinstance(v, torch.Tensor): _put_back(v, was)
+        if now is not v:
+            if isinstance(d, dict): d.pop(k, None) if v is _missing else d.update({k: v})
+            else: delattr(owner, k) if v is _missing else setattr(owner, k, v)   # of a class, or of an object with `__slots__`
+    for f,n in self.caches.values():
+        if f.cache_info().currsize != n: f.cache_clear()   # it may hold tensors of the trace
+    return found
 
-    def find_variables(self):
-        """Add the variables of enclosing functions; the garbage collector knows which functions have them
+# %% ../../nbs/api/05f_capture.reads.ipynb #f0f14472
+@patch
+def find_variables(self:Reads):
+    """Add the variables of enclosing functions; the garbage collector knows which functions have them
 
-        Then keep no more than `moved` needs"""
-        self._seen = set()
-        codes = [c for c in self.codes if c.co_freevars]
-        for f in gc.get_referrers(*codes) if codes else ():
-            if not isinstance(f, FunctionType) or f.__code__ not in codes: continue
-            for n,c in zip(f.__code__.co_freevars, f.__closure__ or ()): self._read(c, 'cell_contents', f.__code__, n)
-        self.places = {at: (d, k, kept, v if kept == id(v) else None, None, path, owner)
-                       for at,(d,k,kept,v,_,path,owner) in self.places.items()}
-        self.codes,self.caches,self._seen = set(),{},set()
+    Then keep no more than `moved` needs"""
+    self._seen = set()
+    codes = [c for c in self.codes if c.co_freevars]
+    for f in gc.get_referrers(*codes) if codes else ():
+        if not isinstance(f, FunctionType) or f.__code__ not in codes: continue
+        for n,c in zip(f.__code__.co_freevars, f.__closure__ or ()): self._read(c, 'cell_contents', f.__code__, n)
+    self.places = {at: (d, k, kept, v if kept == id(v) else None, None, path, owner)
+                   for at,(d,k,kept,v,_,path,owner) in self.places.items()}
+    self.codes,self.caches,self._seen = set(),{},set()
 
-    def moved(self) -> str: # Where; empty if there is none
-        "A place that holds another value than in the step"
-        return first(path for d,k,kept,_,_,path,_ in self.places.values() if self._kept(_get(d, k)) != kept) or ''
+@patch
+def moved(self:Reads) -> str: # Where; empty if there is none
+    "A place that holds another value than in the step"
+    return first(path for d,k,kept,_,_,path,_ in self.places.values() if self._kept(_get(d, k)) != kept) or ''

@@ -152,29 +152,32 @@ class Memory:
     def _add(self, t, reader):
         if isinstance(t, torch.Tensor) and is_xla(t): self.readers.setdefault(id(t), (t, []))[1].append(reader)
 
-    def _drop_dead(self):
-        "Leave out aliases whose memory a step has donated: what a module has kept of its last validation, and sets anew before it reads it"
-        def dead(t):
-            try: buffers([t])
-            except RuntimeError: return True
-        ts = {i: t for i,(t,_) in self.readers.items()}
-        try: buffers(list(ts.values()))
-        except RuntimeError: self.readers = {i: r for i,r in self.readers.items() if not dead(ts[i])}
+# %% ../../nbs/api/05b_capture.state.ipynb #34ffea8d
+@patch
+def _drop_dead(self:Memory):
+    "Leave out aliases whose memory a step has donated: what a module has kept of its last validation, and sets anew before it reads it"
+    def dead(t):
+        try: buffers([t])
+        except RuntimeError: return True
+    ts = {i: t for i,(t,_) in self.readers.items()}
+    try: buffers(list(ts.values()))
+    except RuntimeError: self.readers = {i: r for i,r in self.readers.items() if not dead(ts[i])}
 
-    def restore(self):
-        "Put everything back, tensors in place"
-        self.kept.restore()
-        with torch.no_grad():
-            for t,was,_ in self.host:
-                if not torch.equal(t, was): t.copy_(was)   # else it would count as written to
-        for p,g,r in zip(self.params, self.grads, self.trains):
-            if p.grad is not g: p.grad = g
-            p.requires_grad_(r)
-        for v,was in self.lists: v[:] = was
-        for d,was in self.held:
-            for k in [k for k in d if k not in was]: del d[k]
-            for k,v in was.items():
-                if k not in d or d[k] is not v: d[k] = v
+@patch
+def restore(self:Memory):
+    "Put everything back, tensors in place"
+    self.kept.restore()
+    with torch.no_grad():
+        for t,was,_ in self.host:
+            if not torch.equal(t, was): t.copy_(was)   # else it would count as written to
+    for p,g,r in zip(self.params, self.grads, self.trains):
+        if p.grad is not g: p.grad = g
+        p.requires_grad_(r)
+    for v,was in self.lists: v[:] = was
+    for d,was in self.held:
+        for k in [k for k in d if k not in was]: del d[k]
+        for k,v in was.items():
+            if k not in d or d[k] is not v: d[k] = v
 
 # %% ../../nbs/api/05b_capture.state.ipynb #8d7dcefb
 def item(d, k): return d[k]

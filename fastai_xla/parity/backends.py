@@ -149,53 +149,59 @@ class BackendRuns(Finding):
     def _weights(self, c): return np.array([np.linalg.norm(c.weights[s]-w)/np.linalg.norm(w) for s,w in self.truth.weights.items()])
     def _highest(self, ds, bits): return np.maximum.accumulate(np.nan_to_num(np.maximum(np.max(ds, 0), bits), nan=np.inf))
 
-    def _parts(self, ratios):
-        "The first step from which on the distances are too large, several times in a row"
-        found = []
-        for kind,r in ratios.items():
-            far = ~(r <= self.limit) & np.isfinite(self.floor[kind])   # where the truth is not a number, nothing can be told
-            runs = np.convolve(far, np.ones(self.in_a_row), 'valid') == self.in_a_row
-            if runs.any(): found.append(int(self.steps[runs.argmax()]) if kind == 'weights' else int(runs.argmax())+1)
-        return min(found, default=None)
-
-    def _told(self):
-        said = [f"{k} has a fault: it parts from the truth at step {s} (epoch {(s-1)//self.n_iter+1}), farther than rounding can lead."
-            for k,s in self.parted.items()]
-        fine = [k for k in self.verdicts if k not in self.parted]
-        said += [f"{', '.join(fine)}: rounding."]*bool(fine) + [f'Left out: {k}, {why}.' for k,why in self.left_out.items()]
-        return ' '.join(said)
-
-    def _table(self):
-        early = self.steps <= 50
-        def row(k):
-            return {'verdict': self.verdicts[k], 'parts at step': self.parted.get(k, ''), 'final loss': self.losses[k][-1],
-                    'off by': self._loss(self.curves[k])[-1],
-                    'times the floor, steps 1 to 50': np.nanmax(self.ratios[k]['weights'][early][1:], initial=0.)}
-        return pd.DataFrame({k: row(k) for k in self.verdicts}).T.rename_axis('backend')
-
     def __bool__(self): return bool(self.parted)
 
-    def plot(self,
-        figsize:tuple=(14, 4), # Size in inches
-    ): # Figure
-        "Losses, and distances from float64 in loss and weights, with the floor in grey"
-        import matplotlib.pyplot as plt
-        fig,axs = plt.subplots(1, 3, figsize=figsize)
-        colors = {k: f'C{i}' for i,k in enumerate(self.curves)}
-        for k,l in self.losses.items():
-            axs[0].plot(range(1, len(l)+1), l, label=k,
-                        **(dict(lw=4, color='lightgrey') if k == 'float64' else dict(lw=1, color=colors[k])))
-        axs[1].fill_between(range(1, len(self.floor['loss'])+1), 1e-12, self.floor['loss'], color='lightgrey', label='rounding')
-        axs[2].fill_between(self.steps, 1e-12, self.floor['weights'], color='lightgrey', label='rounding')
-        for k in self.curves:
-            axs[1].plot(range(1, len(self.losses[k])+1), np.maximum(self._loss(self.curves[k]), 1e-12), lw=1, color=colors[k], label=k)
-            axs[2].plot(self.steps, np.maximum(self.distances[k], 1e-12), lw=1, color=colors[k], label=k)
-        for ax,t in zip(axs, ('loss', '|loss - float64|', 'distance of the weights')):
-            ax.set(title=t, xlabel='step')
-            ax.legend()
-        for ax in axs[1:]: ax.set(yscale='log', ylim=(1e-9, None))
-        plt.close(fig)
-        return fig
+# %% ../../nbs/api/12e_parity.backends.ipynb #f27f43d1
+@patch
+def _parts(self:BackendRuns, ratios):
+    "The first step from which on the distances are too large, several times in a row"
+    found = []
+    for kind,r in ratios.items():
+        far = ~(r <= self.limit) & np.isfinite(self.floor[kind])   # where the truth is not a number, nothing can be told
+        runs = np.convolve(far, np.ones(self.in_a_row), 'valid') == self.in_a_row
+        if runs.any(): found.append(int(self.steps[runs.argmax()]) if kind == 'weights' else int(runs.argmax())+1)
+    return min(found, default=None)
+
+@patch
+def _told(self:BackendRuns):
+    said = [f"{k} has a fault: it parts from the truth at step {s} (epoch {(s-1)//self.n_iter+1}), farther than rounding can lead."
+        for k,s in self.parted.items()]
+    fine = [k for k in self.verdicts if k not in self.parted]
+    said += [f"{', '.join(fine)}: rounding."]*bool(fine) + [f'Left out: {k}, {why}.' for k,why in self.left_out.items()]
+    return ' '.join(said)
+
+@patch
+def _table(self:BackendRuns):
+    early = self.steps <= 50
+    def row(k):
+        return {'verdict': self.verdicts[k], 'parts at step': self.parted.get(k, ''), 'final loss': self.losses[k][-1],
+                'off by': self._loss(self.curves[k])[-1],
+                'times the floor, steps 1 to 50': np.nanmax(self.ratios[k]['weights'][early][1:], initial=0.)}
+    return pd.DataFrame({k: row(k) for k in self.verdicts}).T.rename_axis('backend')
+
+# %% ../../nbs/api/12e_parity.backends.ipynb #1d0c351f
+@patch
+def plot(self:BackendRuns,
+    figsize:tuple=(14, 4), # Size in inches
+): # Figure
+    "Losses, and distances from float64 in loss and weights, with the floor in grey"
+    import matplotlib.pyplot as plt
+    fig,axs = plt.subplots(1, 3, figsize=figsize)
+    colors = {k: f'C{i}' for i,k in enumerate(self.curves)}
+    for k,l in self.losses.items():
+        axs[0].plot(range(1, len(l)+1), l, label=k,
+                    **(dict(lw=4, color='lightgrey') if k == 'float64' else dict(lw=1, color=colors[k])))
+    axs[1].fill_between(range(1, len(self.floor['loss'])+1), 1e-12, self.floor['loss'], color='lightgrey', label='rounding')
+    axs[2].fill_between(self.steps, 1e-12, self.floor['weights'], color='lightgrey', label='rounding')
+    for k in self.curves:
+        axs[1].plot(range(1, len(self.losses[k])+1), np.maximum(self._loss(self.curves[k]), 1e-12), lw=1, color=colors[k], label=k)
+        axs[2].plot(self.steps, np.maximum(self.distances[k], 1e-12), lw=1, color=colors[k], label=k)
+    for ax,t in zip(axs, ('loss', '|loss - float64|', 'distance of the weights')):
+        ax.set(title=t, xlabel='step')
+        ax.legend()
+    for ax in axs[1:]: ax.set(yscale='log', ylim=(1e-9, None))
+    plt.close(fig)
+    return fig
 
 # %% ../../nbs/api/12e_parity.backends.ipynb #9a48f84d
 def _possible(backend):

@@ -235,16 +235,18 @@ class Fault(Finding):
             raise ValueError(f"No single operator is to blame ({self.operator}), so none can be swapped: look at the code of {self.path}.")
         return swap_op(self.operator, self.backend, fn)
 
-    def confirm(self,
-        fn:callable=None, # What to compute instead; PyTorch's decomposition by default
-    ) -> tuple: # Error of this call before, and with the operator swapped
-        "Repeat the call with the operator replaced by a plain formula: where it was the cause, the error is gone"
-        b = next(b for b in self.backends if b.name == self.backend)
-        def error():
-            errs = _errors(_ran(self.call, b, self.rounded), _truth(self.call, self.rounded))
-            return max(v for (p,_),v in errs.items() if p == self.phase)
-        before = error()
-        with self.swap_op(fn): return before,error()
+# %% ../../nbs/api/12d_parity.locate.ipynb #1ff71de8
+@patch
+def confirm(self:Fault,
+    fn:callable=None, # What to compute instead; PyTorch's decomposition by default
+) -> tuple: # Error of this call before, and with the operator swapped
+    "Repeat the call with the operator replaced by a plain formula: where it was the cause, the error is gone"
+    b = next(b for b in self.backends if b.name == self.backend)
+    def error():
+        errs = _errors(_ran(self.call, b, self.rounded), _truth(self.call, self.rounded))
+        return max(v for (p,_),v in errs.items() if p == self.phase)
+    before = error()
+    with self.swap_op(fn): return before,error()
 
 # %% ../../nbs/api/12d_parity.locate.ipynb #dc3f0c41
 def _drawn(out, *_):
