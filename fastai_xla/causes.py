@@ -369,6 +369,5 @@ def _numbers(old, new):
         and (o.part == 'forward' or o.part != 'update' and o.site.user)]
     pairs = [(a, b) for a,b in pairs if a.ins == b.ins and a.outs == b.outs and a.args+a.kwargs != b.args+b.kwargs]
     vals = lambda a,b: ', '.join(f'{x!r} became {y!r}' for x,y in zip(_values((a.args, a.kwargs)), _values((b.args, b.kwargs))) if x != y)
-    return [Cause('number', f'a Python number in {b.name}: {vals(a, b)}. It is sent to '
-                            f'the device in each batch, and keeps the step from being '
-        'recorded unless it is an attribute of a callback', b) for a,b in pairs if not _depends(a, b)]
+    return [Cause('number', f'a Python number in {b.name}: {vals(a, b)}. It is sent to the device in each batch, and keeps the '
+                            f'step from being recorded unless it is an attribute of a callback', b) for a,b in pairs if not _depends(a, b)]

@@ -86,6 +86,6 @@ def doctor():
         w.data.sub_(w.grad)
         sync(wait=True)
     ok = bool((fetch(w.data) == -1).all())
-    print(f"{'XLA device':12} {dev} ({os.environ.get('PJRT_DEVICE')})\n\nOne "
-          f"training step: {c}\n{'It trains.' if ok else 'The weights are WRONG.'}")
+    print(f"{'XLA device':12} {dev} ({os.environ.get('PJRT_DEVICE')})\n\nOne training step: {c}\n"
+          f"{'It trains.' if ok else 'The weights are WRONG.'}")
     if not ok: sys.exit(1)

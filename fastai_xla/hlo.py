@@ -131,9 +131,9 @@ class Hlo:
         return f"HLO module of {len(self.live)} instructions: {', '.join(f'{len(v)} {k}' for k,v in n.items())}"
 
 # %% ../nbs/api/02b_hlo.ipynb #c8d4b1f5
-_pointwise = set('add subtract multiply divide maximum minimum power negate abs '
-                 'exponential exponential-minus-one log log-plus-one logistic tanh '
-    'sine cosine tan sqrt rsqrt cbrt floor ceil round-nearest-even round-nearest-afz sign remainder atan2 erf'.split())
+_pointwise = set('add subtract multiply divide maximum minimum power negate abs exponential exponential-minus-one log '
+                 'log-plus-one logistic tanh sine cosine tan sqrt rsqrt cbrt floor ceil round-nearest-even round-nearest-afz '
+                 'sign remainder atan2 erf'.split())
 
 def _dot(i, ins):
     lhs = ins[i.operands[0]].shapes[0]
@@ -384,9 +384,8 @@ def diff_graphs(
 ) -> pd.DataFrame: # One row for each operator and shape whose number differs; empty for equal graphs
     "The operators in one graph and not in the other"
     if isinstance(a, Graph) != isinstance(b, Graph):
-        raise TypeError("One of these is a `Graph` of ATen operators and the other is "
-                        "HLO, which have no operator in common. Compare `a.hlo` with "
-            "the HLO.")
+        raise TypeError("One of these is a `Graph` of ATen operators and the other is HLO, which have no operator in common. "
+                        "Compare `a.hlo` with the HLO.")
     ca,cb = _counted(a),_counted(b)
     return pd.DataFrame([dict(op=o, shapes=s, a=ca[o,s], b=cb[o,s]) for o,s in sorted(ca.keys()|cb.keys()) if ca[o,s] != cb[o,s]],
         columns='op shapes a b'.split())

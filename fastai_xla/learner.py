@@ -157,10 +157,10 @@ def _leaves(o):
 def _check_default():
     "Refuse to train where torch makes each tensor on XLA"
     if not is_xla(torch.get_default_device()): return
-    raise RuntimeError("torch's default device is XLA (`torch.set_default_device` or `with torch.device`), so that every tensor "
-                       "which a dataset or a loop makes is one there: each item of a batch, each index, at a transfer or an "
-                       "execution apiece. Call `torch.set_default_device('cpu')` and leave "
-                       "the rest to `learn.to_xla()`, which sends the model and whole batches.")
+    raise RuntimeError("torch's default device is XLA (`torch.set_default_device` or `with torch.device`), so that every "
+                       "tensor which a dataset or a loop makes is one there: each item of a batch, each index, at a transfer "
+                       "or an execution apiece. Call `torch.set_default_device('cpu')` and leave the rest to "
+                       "`learn.to_xla()`, which sends the model and whole batches.")
 
 def _check_batch(learn):
     _check_default()

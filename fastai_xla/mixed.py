@@ -24,15 +24,14 @@ _mixed = re.compile('XLA tensor|XLA[a-zA-Z]*Type|IsXlaTensor')   # how torch_xla
 def _is_cpu(o): return isinstance(o, torch.Tensor) and o.device.type == 'cpu' and o.dim() > 0
 
 def _given_text(m):
-    return (f"{type(m).__name__} is on XLA and was given a tensor on the CPU, which does not move by itself. "
-            f"Send it: `learn.model(x.to(learn.xla_opt.device))`, and likewise what `learn.loss_func` takes. "
-            "`learn.get_preds(dl=dl)` and `learn.predict(item)` send their batches "
-            "themselves; `learn.detach_xla()` brings the learner back to the CPU.")
+    return (f"{type(m).__name__} is on XLA and was given a tensor on the CPU, which does not move by itself. Send it: "
+            f"`learn.model(x.to(learn.xla_opt.device))`, and likewise what `learn.loss_func` takes. `learn.get_preds(dl=dl)` "
+            "and `learn.predict(item)` send their batches themselves; `learn.detach_xla()` brings the learner back to the CPU.")
 
 def _made_text(m, line):
-    return (f"{type(m).__name__} and its input are on XLA, and it meets a tensor on the "
-            f"CPU{' in '+line if line else ''}. A tensor that `forward` makes is on the CPU unless it is told otherwise: "
-            "`torch.zeros(n, device=x.device)`, `x.new_zeros(n)`, or `self.register_buffer('name', tensor)` in `__init__`.")
+    return (f"{type(m).__name__} and its input are on XLA, and it meets a tensor on the CPU{' in '+line if line else ''}. A "
+            f"tensor that `forward` makes is on the CPU unless it is told otherwise: `torch.zeros(n, device=x.device)`, "
+            "`x.new_zeros(n)`, or `self.register_buffer('name', tensor)` in `__init__`.")
 
 def _line(tb):
     "The innermost line of the user's code in a traceback"

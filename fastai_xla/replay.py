@@ -608,10 +608,9 @@ def _check_given(self:Replay):
     learn,given,self.given = self.learn,self.given,None
     if self.late or all(map(is_, given, (learn.pred, learn.loss, learn.yb))): return
     self.late = True
-    warnings.warn("A callback changes `learn.pred`, `learn.loss` or `learn.yb` in `after_batch`, before the recorder looks at them. On XLA "
-                  "metrics are part of the step, so those of this batch are without "
-                  "the change; from the next batch on they are computed after it. "
-                  "In `after_pred` or `after_loss` the same change costs nothing.")
+    warnings.warn("A callback changes `learn.pred`, `learn.loss` or `learn.yb` in `after_batch`, before the recorder looks at "
+                  "them. On XLA metrics are part of the step, so those of this batch are without the change; from the next "
+                  "batch on they are computed after it. In `after_pred` or `after_loss` the same change costs nothing.")
 
 @patch
 def take(self:Replay,

@@ -23,8 +23,9 @@ _install = "pip install 'fastai_xla[aot]'"
 def cannot_compile() -> str: # Why; empty where it can
     "Can this machine compile for a TPU?"
     if (platform.system(), platform.machine()) != ('Linux', 'x86_64'):
-        return (f"the TPU's compiler (libtpu) exists for Linux on x86-64 only, and this is {platform.system()} on {platform.machine()}. "
-            f"Ask on a machine with Linux, such as a Colab or Kaggle notebook without an accelerator:\n    {_install}")
+        return (f"the TPU's compiler (libtpu) exists for Linux on x86-64 only, and this is {platform.system()} on "
+                f"{platform.machine()}. Ask on a machine with Linux, such as a Colab or Kaggle notebook without an "
+                f"accelerator:\n    {_install}")
     if sys.version_info < (3, 11): return f"jax {tested['jax']}x needs Python 3.11 or newer, and this is {platform.python_version()}"
     missing = [n for n in tested if not _version(n)]
     if missing: return f"{' and '.join(missing)} {'are' if len(missing) > 1 else 'is'} not installed:\n    {_install}"

@@ -101,8 +101,8 @@ def computations(
     return res,entry
 
 # %% ../../nbs/api/09d_aot.program.ipynb #d185ffaa
-_free = set('parameter constant tuple get-tuple-element bitcast copy-done slice-done async-done all-reduce-done all-gather-done after-all '
-    'while conditional call iota partition-id opt-barrier collective-permute-done'.split())
+_free = set('parameter constant tuple get-tuple-element bitcast copy-done slice-done async-done all-reduce-done '
+            'all-gather-done after-all while conditional call iota partition-id opt-barrier collective-permute-done'.split())
 _quick = _free | set('copy copy-start slice-start async-start async-update collective-permute-start'.split())   # what runs beside others
 
 def scheduled(

@@ -115,7 +115,7 @@ def verdict(self:TPUReport) -> str: # A sentence
     if not self.fits: return f"On a {chip} this will not run at batch {size}: {self.error}."
     needs = f"it needs {_gib(self.memory)} of {_gib(self.hbm)}"
     return (f"On a {chip} this runs at batch {size}: {needs}, and a step is bound by {_why[self.bound_by]}: "
-        f"{self.bound_ms/self.step.traced.steps:.3g} ms at best.")
+            f"{self.bound_ms/self.step.traced.steps:.3g} ms at best.")
 
 @patch(as_prop=True)
 def table(self:TPUReport) -> pd.DataFrame: # A column for each program

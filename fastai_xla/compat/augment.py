@@ -81,9 +81,8 @@ def _crop_index(n, start, length, out):
     "The pixel that each pixel of the result is, for `mode='nearest'`"
     return start + np.rint(np.arange(out)*((length-1)/max(out-1, 1))).astype(np.int64)
 
-_no_size = ("Random crops without a size give each batch another shape, and "
-            "XLA compiles a graph for each, which takes far longer than a step. "
-    "Give them one: `aug_transforms(size=224, min_scale=.6)`.")
+_no_size = ("Random crops without a size give each batch another shape, and XLA compiles a graph for each, which takes far "
+            "longer than a step. Give them one: `aug_transforms(size=224, min_scale=.6)`.")
 
 @patch
 def _encode(self:RandomResizedCropGPU, x, mode):

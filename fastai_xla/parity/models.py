@@ -56,9 +56,8 @@ def _same_names(a, b):
     if not any(only): return
     told = [f"only in the {which}: {', '.join(o[:5])}{f' and {len(o)-5} more' if len(o) > 5 else ''}"
         for which,o in zip(('first','second'), only) if o]
-    raise ValueError(f"The models have different parameters or buffers, so they "
-                     f"cannot be compared one by one ({'; '.join(told)}). Build both "
-        "with the same code.")
+    raise ValueError(f"The models have different parameters or buffers, so they cannot be compared one by one "
+                     f"({'; '.join(told)}). Build both with the same code.")
 
 def _largest(a, b):
     "Largest difference, and the place of it; NaN equals NaN, and infinitely far from a number"
@@ -133,8 +132,8 @@ def trainable_params(
     rows['the optimizer'] = _param_row(held, own)
     strange,lost = rows['the optimizer']['not_of_the_model'],[n for n,p in learn.model.named_parameters() if p.requires_grad
         and id(p) not in {id(q) for q in held}]
-    said = [f"The optimizer holds {strange} parameters that are not the model's: it was made before the model moved or changed. Call "
-        "`learn.create_opt()`."]*bool(strange)
+    said = [f"The optimizer holds {strange} parameters that are not the model's: it was made before the model moved or "
+            f"changed. Call `learn.create_opt()`."]*bool(strange)
     if lost: said.append(f"The optimizer does not hold {len(lost)} trainable parameters of the model, the first is {lost[0]}.")
     return Finding(' '.join(said) or "The optimizer holds the model's parameters and no others.", pd.DataFrame(rows).T)
 
