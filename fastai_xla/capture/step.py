@@ -484,8 +484,8 @@ def run(self:Recording,
     except RuntimeError:
         manual_seed(rng)
         raise
-    for i,r in self.in_place: state[i].data = res[r]
-    for (f,*a),r in self.elsewhere: f(*a).data = res[r]
+    for i,r in self.in_place: set_data(state[i], res[r])
+    for (f,*a),r in self.elsewhere: set_data(f(*a), res[r])
     for d,k,leaves,spec in self.replaced: d[k] = self._build(leaves, spec, res, inputs)
     for p,r in self.grads: p.grad = None if r is None else res[r]
     for d,k,v in self.counts: put_number(d, k, self.values[v[0]] if type(v) is tuple else v)

@@ -1,0 +1,54 @@
+"What packages on top of fastai do, in a few lines each: the same on XLA as on the CPU"
+import torch
+from torch import nn
+from fastai.vision.all import *
+from fastai_xla.all import *
+from fastai_xla.runtime import fetch, manual_seed
+from common import *
+
+class Series(TensorBase):
+    "A tensor whose `data` is a property of its own, which cannot be set"
+    @property
+    def data(self): return self.as_subclass(torch.Tensor)
+
+def series_dls(n=6*8, bs=8, channels=3, steps=16):
+    g = torch.Generator().manual_seed(0)
+    x,y = torch.randn(n, channels, steps, generator=g),torch.randint(3, (n,), generator=g)
+    x[x > 2.5] = torch.nan
+    tls = [[lambda i: Series(x[i])], [lambda i: TensorCategory(y[i])]]
+    dsets = Datasets(L(range(n)), tls, splits=[list(range(n-2*bs)), list(range(n-2*bs, n))])
+    return dsets.dataloaders(bs=bs, num_workers=0)
+
+class Fills(nn.Module):
+    "A model that writes into its batch where it finds no numbers there"
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Flatten(), nn.Linear(48, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
+    def forward(self, x):
+        missing = torch.isnan(x)
+        if missing.any(): x[missing] = 0
+        return self.net(x)
+
+def fitted(make, on_xla, n=2):
+    "Losses, weights and optimizer state after a fit"
+    set_seed(0)
+    manual_seed(0)
+    learn = make()
+    if on_xla: learn.to_xla()
+    with learn.no_logging(), learn.no_bar(): learn.fit(n, 1e-2)
+    state = [v for s in learn.opt.state_dict()['state'] for _,v in sorted(s.items())]
+    tensors = [*learn.model.state_dict().values(), *(v for v in state if isinstance(v, torch.Tensor))]
+    return learn,torch.stack(learn.recorder.losses),[fetch(t.detach()) for t in tensors],[v for v in state if not isinstance(v, torch.Tensor)]
+
+def agree(make, tol=1e-4):
+    "A fit on XLA comes to what one on the CPU does; the learner that was there"
+    _,losses,tensors,numbers = fitted(make, False)
+    learn,*there = fitted(make, True)
+    test_close(fetch(there[0]), losses, eps=tol)
+    for a,b in zip(there[1], tensors, strict=True): test_close(a, b, eps=tol)
+    test_eq(there[2], numbers)
+    return learn
+
+def test_batch_whose_data_cannot_be_set():
+    "A trace that is given up puts back all that it has changed, the batch too"
+    agree(lambda: Learner(series_dls(), Fills(), loss_func=CrossEntropyLossFlat()))
