@@ -1,4 +1,6 @@
-"""Loading beside training: a slow loader beside a slow step, and a loader that is all Python, with and without reading ahead, in one run, interleaved
+"""Loading beside training: a slow loader beside a slow step, and a loader that is all Python
+
+With and without reading ahead, in one run, interleaved.
 
     PJRT_DEVICE=CPU python benchmarks/feed.py --rounds 7"""
 import time

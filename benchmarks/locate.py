@@ -17,25 +17,27 @@ def ce(pred, y): return F.cross_entropy(pred.view(-1, pred.shape[-1]), y.view(-1
 
 def xresnet(): return xresnet18(n_out=10),(torch.randn(4, 3, 32, 32), torch.randint(10, (4,))),ce
 def awd_lstm():
-    model = get_language_model(AWD_LSTM, 100, config=dict(emb_sz=24, n_hid=32, n_layers=2, pad_token=1, bidir=False, output_p=.1,
-                                                          hidden_p=.1, input_p=.1, embed_p=.1,
-                                                          weight_p=.1, tie_weights=True, out_bias=True))
+    config = dict(emb_sz=24, n_hid=32, n_layers=2, pad_token=1, bidir=False, output_p=.1, hidden_p=.1,
+                  input_p=.1, embed_p=.1, weight_p=.1, tie_weights=True, out_bias=True)
+    model = get_language_model(AWD_LSTM, 100, config=config)
     return Pred(model),(torch.randint(100, (4, 10)), torch.randint(100, (4, 10))),ce
 class Block(Module):
     def __init__(self, d=32):
-        self.emb,self.attn,self.out = (nn.Embedding(50, d),
-                                       nn.TransformerEncoderLayer(d, 4, 64, batch_first=True, norm_first=True),nn.Linear(d, 50))
+        self.emb = nn.Embedding(50, d)
+        self.attn = nn.TransformerEncoderLayer(d, 4, 64, batch_first=True, norm_first=True)
+        self.out = nn.Linear(d, 50)
     def forward(self, x): return self.out(self.attn(self.emb(x)))
 def transformer(): return Block(),(torch.randint(50, (4, 12)), torch.randint(50, (4, 12))),ce
 def unet():
     body = nn.Sequential(*list(xresnet18(n_out=10).children())[:6])
-    return (DynamicUnet(body, 3, (32, 32), self_attention=True),
-            (torch.randn(2, 3, 32, 32), torch.randint(3, (2, 32, 32))),lambda p, y: F.cross_entropy(p, y))
+    model = DynamicUnet(body, 3, (32, 32), self_attention=True)
+    return model,(torch.randn(2, 3, 32, 32), torch.randint(3, (2, 32, 32))),lambda p, y: F.cross_entropy(p, y)
 class Tab(TabularModel):
     def forward(self, xs): return super().forward(*xs)
 def tabular():
-    return (Tab([(10,4), (7,3)], 5, 3, [32,16], ps=.1, embed_p=.1),
-            ((torch.stack([torch.randint(10, (16,)), torch.randint(7, (16,))], 1), torch.randn(16, 5)), torch.randint(3, (16,))),ce)
+    model = Tab([(10,4), (7,3)], 5, 3, [32,16], ps=.1, embed_p=.1)
+    xs = (torch.stack([torch.randint(10, (16,)), torch.randint(7, (16,))], 1), torch.randn(16, 5))
+    return model,(xs, torch.randint(3, (16,))),ce
 
 models = dict(xresnet18=xresnet, awd_lstm=awd_lstm, transformer=transformer, unet=unet, tabular=tabular)
 

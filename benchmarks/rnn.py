@@ -1,4 +1,6 @@
-"An LSTM's training step as a loop on the device, side by side with torch_xla's unrolled kernel and PyTorch on the CPU. Run: PJRT_DEVICE=CPU python benchmarks/rnn.py --steps 18 72 --unrolled 18 72"
+"""An LSTM's training step as a loop on the device, side by side with torch_xla's unrolled kernel and PyTorch on the CPU
+
+    PJRT_DEVICE=CPU python benchmarks/rnn.py --steps 18 72 --unrolled 18 72"""
 import argparse, time
 from contextlib import nullcontext
 from statistics import median

@@ -1,6 +1,10 @@
-"""Langevin sampling of a small ResNet with BatchNorm, beside the loop one writes first. Run: PJRT_DEVICE=CPU python benchmarks/sampling.py
-The naive loop draws its noise on the host, multiplies by float step sizes that change, and reads the energy with `.item()`: its graph grows, and compiles, at each step.
-Two that know better: the same with a sync after reading the energy, and with a sync before. All three share equal constants, as torch_xla does when left to itself."""
+"""Langevin sampling of a small ResNet with BatchNorm, beside the loop one writes first
+
+    PJRT_DEVICE=CPU python benchmarks/sampling.py
+
+The naive loop draws its noise on the host, multiplies by float step sizes that change, and reads the energy with `.item()`:
+its graph grows, and compiles, at each step. Two that know better: the same with a sync after reading the energy, and with
+a sync before. All three share equal constants, as torch_xla does when left to itself."""
 import argparse, time
 from functools import partial
 from statistics import median
@@ -50,8 +54,8 @@ def main():
     dev = device()
     register_lowerings()
     energy,x = make(args.width).to(dev),torch.randn(args.batch, 1, args.size, args.size).to(dev)
-    racers = [Racer('langevin_sample', ours, energy, x)] + [Racer(f'naive, sync {w} .item()', partial(naive, when=w), energy, x)
-                                                            for w in ('before', 'after')]
+    racers = ([Racer('langevin_sample', ours, energy, x)]
+              + [Racer(f'naive, sync {w} .item()', partial(naive, when=w), energy, x) for w in ('before', 'after')])
     for r in racers:
         first,second,third = r.run(args.steps, False),r.run(args.steps, False),r.run(args.steps, False)
         print(f'{r.name:27} compiles {first.compiles}, {second.compiles}, {third.compiles}   executions a '
@@ -60,8 +64,8 @@ def main():
         for r in racers: r.run(args.steps)
     base = median(racers[0].times)
     for r in racers:
-        print(f'{r.name:27} {median(r.times):8.2f} ms a step (best {min(r.times):.2f}) '
-              f'  langevin_sample takes {base/median(r.times):.2f} of it', flush=True)
+        print(f'{r.name:27} {median(r.times):8.2f} ms a step (best {min(r.times):.2f})   '
+              f'langevin_sample takes {base/median(r.times):.2f} of it', flush=True)
     grows = Racer('naive', partial(naive, when=None), energy, x)
     c = grows.run(args.naive_steps)
     print(f'{grows.name:27} {grows.times[0]:8.0f} ms a step over {args.naive_steps} steps   langevin_sample takes '

@@ -6,11 +6,14 @@
     python benchmarks/steps.py --host                                         # plain against replayed steps, on the host only
     python benchmarks/steps.py --growth                                       # memory over 2,000 steps
 
-Each peer runs in a process of its own, which first trains two epochs to warm up. Then the peers take turns: in each round each of them trains one
-epoch while the others sleep. So whatever else the machine does hits all of them alike, and the table shows medians over the rounds, and medians of the
-ratios within a round. `--fresh` starts new processes for each round (a TPU serves one process at a time and needs that).
-What is measured is defined in `peers/clock.py`. Results go to benchmarks/results/steps.csv after each round, in place of earlier rows of the same model,
-batch size and peer, and those of `--growth` to memory.csv. `python -m peers.same`, in this folder, checks that the networks in JAX are those in PyTorch."""
+Each peer runs in a process of its own, which first trains two epochs to warm up. Then the peers take turns: in each round
+each of them trains one epoch while the others sleep. So whatever else the machine does hits all of them alike, and the table
+shows medians over the rounds, and medians of the ratios within a round. `--fresh` starts new processes for each round (a TPU
+serves one process at a time and needs that).
+
+What is measured is defined in `peers/clock.py`. Results go to benchmarks/results/steps.csv after each round, in place of
+earlier rows of the same model, batch size and peer, and those of `--growth` to memory.csv. `python -m peers.same`, in this
+folder, checks that the networks in JAX are those in PyTorch."""
 import argparse, json, os, platform, subprocess, sys, tempfile, time
 from importlib.metadata import version
 from pathlib import Path

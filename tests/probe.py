@@ -1,7 +1,8 @@
 """A probe of what each batch costs
 
-The costs are the device's own counters, and nothing is taken off them. One thing the probe asks the learner's replay: was this batch traced in order to be recorded?
-That decides nothing but whether a batch may be left out, of which there is a fixed number: whoever records more often has broken the contract."""
+The costs are the device's own counters, and nothing is taken off them. One thing the probe asks the learner's replay:
+was this batch traced in order to be recorded? That decides nothing but whether a batch may be left out, of which there
+is a fixed number: whoever records more often has broken the contract."""
 from fastai.callback.core import Callback
 from fastai_xla.runtime import xla_counts
 
@@ -18,7 +19,9 @@ class Probe(Callback):
         cost.traced,cost.audited = bool(replay and replay.tracing),bool(replay and replay.auditing)
         self.rows.append((self.training, self.iter, cost))
     def steady(self, training, late=0):
-        """Costs of the batches of the last fit that the contract is about: from the third in training and in validation, without the first of each validation.
+        """Costs of the batches of the last fit that the contract is about
+
+        From the third in training and in validation, without the first of each validation.
         The first two are recorded and looked at once more; so may be two batches of each of `late` kinds of step that come later.
         Audits are left out: at most one where a dataloader begins, and one at each power of two"""
         res,left = [],2*late
@@ -31,6 +34,8 @@ class Probe(Callback):
         return res
 
 def breaches(costs, executions=1):
-    "What of `costs`, one of a `Probe` per batch, breaks the contract: `executions` is 1, or one more where a program of somebody else's runs beside the step"
+    """What of `costs`, one of a `Probe` per batch, breaks the contract
+
+    `executions` is 1, or one more where a program of somebody else's runs beside the step"""
     return [f'{i}: {c}{", traced" if c.traced else ""}'
             for i,c in enumerate(costs) if c.executions != executions or c.compiles or c.to_host - c.looks or c.fallbacks or c.traced]

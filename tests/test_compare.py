@@ -243,7 +243,8 @@ from fastai_xla.optim import SAM
 def learner():
     x = torch.randn(64, 3)
     dl = DataLoader(list(zip(x, x.sum(1, keepdim=True))), bs=16, num_workers=0)
-    return Learner(DataLoaders(dl, dl), nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)), loss_func=MSELossFlat(), opt_func=SGD, cbs=SAM())
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+    return Learner(DataLoaders(dl, dl), model, loss_func=MSELossFlat(), opt_func=SGD, cbs=SAM())
 assert not check_training(learner())
 assert compare_models(nn.Linear(2, 2), nn.Linear(2, 2))
 r = compare_backends(learner, ('cpu', 'xla'), lr=.1)

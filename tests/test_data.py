@@ -1,4 +1,6 @@
-"Batches on their way to the device: the same as fastai's, one transfer each, read ahead where that changes no number, and nothing left behind"
+"""Batches on their way to the device
+
+The same as fastai's, one transfer each, read ahead where that changes no number, and nothing left behind."""
 import _thread, gc, random, signal, subprocess, sys, threading, time, traceback
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -384,7 +386,9 @@ def test_bytes():
     assert torch.equal(torch.cat([b[1] for b in got]), torch.eye(10)[torch.arange(n)%10])
 
 def test_changed_in_place(monkeypatch):
-    "A batch that a transform changes in place makes one graph, however long ago it was sent; had it been sent as a view, it would make another"
+    """A batch that a transform changes in place makes one graph, however long ago it was sent
+
+    Had it been sent as a view, it would make another"""
     w = send([torch.ones(4, 3, 8, 8)], dev)[0]
     x = TensorImage(torch.rand(32, 3, 8, 8))
     sync()

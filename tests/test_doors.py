@@ -114,7 +114,9 @@ defaulted = '''
 from fastai.vision.all import *
 from fastai_xla.all import *
 from common import *
-def learner(): return Learner(image_dls(n=16, n_valid=16, bs=8), nn.Sequential(nn.Flatten(), nn.Linear(64, 4)), loss_func=CrossEntropyLossFlat()).remove_cb(ProgressCallback)
+def learner():
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 4))
+    return Learner(image_dls(n=16, n_valid=16, bs=8), model, loss_func=CrossEntropyLossFlat()).remove_cb(ProgressCallback)
 def said(f):
     try: f()
     except RuntimeError as e: return "torch.set_default_device('cpu')" in str(e)

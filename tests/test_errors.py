@@ -106,9 +106,8 @@ class Arrays:
 def test_batch_is_no_tensor(collate):
     dl = DataLoader(Arrays(), bs=16, create_batch=collate)
     learn = Learner(DataLoaders(dl, dl), convnet(), loss_func=CrossEntropyLossFlat()).remove_cb(ProgressCallback).to_xla()
-    with pytest.raises(TypeError,
-                       match=r'(numpy.ndarray|builtins.list|builtins.str) where a tensor is expected.*ToTensor'), learn.no_logging():
-        learn.fit(1)
+    said = r'(numpy.ndarray|builtins.list|builtins.str) where a tensor is expected.*ToTensor'
+    with pytest.raises(TypeError, match=said), learn.no_logging(): learn.fit(1)
     learn.dls = image_dls()
     with learn.no_logging(): learn.fit(1)
 
@@ -157,7 +156,9 @@ def test_to_xla_arguments(tmp_path):
         with pytest.raises(ValueError, match='steps_per_execution'): image_learner().to_xla(**kw)
 
 def test_cache_probe(tmp_path):
-    "Elsewhere than on a CPU, the second process with a folder knows whether programs can be read back. The compiler for the CPU stands for one that cannot"
+    """Elsewhere than on a CPU, the second process with a folder knows whether programs can be read back
+
+    The compiler for the CPU stands for one that cannot"""
     code = f"""import fastai_xla.runtime as r
 r.device()
 r.torch_xla.runtime.device_type = lambda: 'TPU'

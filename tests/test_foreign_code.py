@@ -276,7 +276,9 @@ class Nested(Recurrent):
         return res
 
 def test_hidden_state_changes_its_dtype_in_mixed_precision():
-    "A recording for float32 is not run with bfloat16; XLA computes otherwise than the CPU in bfloat16, so steps are compared with retraced ones"
+    """A recording for float32 is not run with bfloat16
+
+    XLA computes otherwise than the CPU in bfloat16, so steps are compared with retraced ones"""
     def story(learn):
         fits(learn)
         return learn.validate(),learn.model.state
@@ -303,9 +305,8 @@ def test_error_names_a_tensor_left_on_the_cpu():
             self.rnn,self.start = nn.RNN(64, 4, batch_first=True),torch.zeros(1, 8, 4)
         def forward(self, x): return self.rnn(x.flatten(1)[:,None], self.start)[0][:,0]
     learn = Learner(image_dls(n=2*8, n_valid=8, bs=8), Shifts(), loss_func=CrossEntropyLossFlat()).to_xla()
-    with learn.no_logging(), learn.no_bar(), pytest.raises(RuntimeError,
-                                                           match=r"On the CPU are still: model.start.*register_buffer\('start'"):
-        learn.fit(1)
+    said = r"On the CPU are still: model.start.*register_buffer\('start'"
+    with learn.no_logging(), learn.no_bar(), pytest.raises(RuntimeError, match=said): learn.fit(1)
 
 # Data that is on the device already
 

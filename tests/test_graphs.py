@@ -68,7 +68,8 @@ ENTRY %main (p0: f32[2,3]) -> (f32[2,3], s32[]) {
   %k = bf16[4]{0} constant({1, 2, 3, 4})
   %dead = f32[2,3]{1,0} sine(f32[2,3]{1,0} %p0)
   %t = (f32[2,3]{1,0}, s32[]) tuple(f32[2,3]{1,0} %p0, s32[] %c)
-  ROOT %w = (f32[2,3]{1,0}, s32[]) while((f32[2,3]{1,0}, s32[]) %t), condition=%cond.1, body=%body.1, metadata={op_type="xla__while"}, backend_config={"known_trip_count":{"n":"5"}}
+  ROOT %w = (f32[2,3]{1,0}, s32[]) while((f32[2,3]{1,0}, s32[]) %t), \
+condition=%cond.1, body=%body.1, metadata={op_type="xla__while"}, backend_config={"known_trip_count":{"n":"5"}}
 }
 """)
     assert h.inputs[0].shapes == [Shape('f32', (2, 3))] and h.outputs == [Shape('f32', (2, 3)), Shape('s32', ())]
@@ -179,8 +180,9 @@ def test_draw_model():
     before = [t.clone() for t in net.state_dict().values()]
     s,x = rng_state(),torch.randn(4, 1, 8, 8)
     with count_xla() as c: g = draw_graph(net, x)
-    assert {'forward/0', 'forward/1', 'backward/0', 'backward/1'} <= set(g.boxes) and all(
-        map(torch.equal, before, net.state_dict().values())) and all(p.grad is None for p in net.parameters()) and rng_state() == s
+    assert {'forward/0', 'forward/1', 'backward/0', 'backward/1'} <= set(g.boxes)
+    assert all(map(torch.equal, before, net.state_dict().values()))
+    assert all(p.grad is None for p in net.parameters()) and rng_state() == s
     assert not c.compiles and not c.executions                  # drawn, not run
     with pytest.raises(TypeError, match='input'): draw_graph(net)
 

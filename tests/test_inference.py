@@ -1,4 +1,6 @@
-"Predicting, validating and interpreting on XLA: the results of the CPU, few graphs, few transfers; and kinds of models and data beside vision"
+"""Predicting, validating and interpreting on XLA: the results of the CPU, few graphs, few transfers
+
+Then kinds of models and data beside vision."""
 import pytest, torch
 from fastai.vision.all import *
 from fastai.tabular.all import *
@@ -98,8 +100,10 @@ def workers_dls():
     dls = image_dls()
     return DataLoaders(*(dl.new(num_workers=2) for dl in dls.loaders))
 
-kinds = dict(torch_dataloaders=lambda: Learner(torch_dls(), nn.Sequential(nn.Flatten(), nn.Linear(64, 4)), loss_func=CrossEntropyLossFlat(),
-                                               metrics=accuracy), workers=lambda: image_learner(workers_dls()),
+kinds = dict(
+    torch_dataloaders=lambda: Learner(torch_dls(), nn.Sequential(nn.Flatten(), nn.Linear(64, 4)),
+                                      loss_func=CrossEntropyLossFlat(), metrics=accuracy),
+    workers=lambda: image_learner(workers_dls()),
     resnet18=lambda: vision_learner(image_dls(size=32), resnet18, n_in=1, pretrained=False,
                                     loss_func=CrossEntropyLossFlat(), metrics=accuracy),
     tabular=lambda: parity.tabular(None), collab=lambda: parity.collab(None), collab_nn=lambda: parity.collab_nn(None))

@@ -90,7 +90,9 @@ class Square(torch.autograd.Function):
 def test_custom_function_and_tied_weights():
     class Tied(nn.Module):
         def __init__(self):
-            super().__init__(); self.a,self.b,self.head = nn.Linear(6, 6),nn.Linear(6, 6),nn.Linear(6, 3); self.b.weight = self.a.weight
+            super().__init__()
+            self.a,self.b,self.head = nn.Linear(6, 6),nn.Linear(6, 6),nn.Linear(6, 3)
+            self.b.weight = self.a.weight
         def forward(self, x):
             h,(y,) = self.a(x),(self.b(Square.apply(x)),)
             return self.head(F.dropout(h*Square.apply(y), .2, self.training))

@@ -137,7 +137,9 @@ def test_batch_norm_one_graph():
 
 @pytest.mark.parametrize('ctx', [torch.inference_mode, torch.no_grad])
 def test_without_gradients(ctx):
-    "Parameters made outside of the mode, as in every validation. (In inference mode torch_xla cannot take a view of such a tensor: nothing here does)"
+    """Parameters made outside of the mode, as in every validation
+
+    In inference mode torch_xla cannot take a view of such a tensor: nothing here does"""
     torch.manual_seed(0)
     x = torch.randn(4, 5, 4, 4)
     fs = dict(bn_eval=make_bn('2d', True, 'eval'), bn_train=make_bn('2d', True, 'train'),

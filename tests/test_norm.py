@@ -1,4 +1,6 @@
-"RunningBatchNorm against statistics worked out in float64, and against the versions of lesson 10 and its forum thread, which show each fault; conversions; fastai's layers"
+"""RunningBatchNorm against statistics worked out in float64, and against the versions of lesson 10 and its forum thread
+
+Those show each fault. Then conversions, and fastai's layers."""
 import io, math, warnings
 from copy import deepcopy
 import numpy as np

@@ -1,4 +1,6 @@
-"""Each notebook is a test, in a process of its own: what one patches or compiles does not reach the next. A cell may take as long as it takes.
+"""Each notebook is a test, in a process of its own: what one patches or compiles does not reach the next
+
+A cell may take as long as it takes.
 
     make test ARGS='-k runtime'                # some of them
     NB_FLAGS='tpu slow' make test              # with the cells marked `#| tpu` and `#| slow`"""
@@ -10,7 +12,8 @@ from nbdev.doclinks import nbglob
 
 root = Path(__file__).resolve().parent.parent
 nbs = get_config(root).nbs_path
-run = "import sys; from nbdev.test import nbdev_test; nbdev_test.__wrapped__(*sys.argv[1:2], flags=sys.argv[2], n_workers=0, cell_timeout=0)"
+run = ("import sys; from nbdev.test import nbdev_test; "
+       "nbdev_test.__wrapped__(*sys.argv[1:2], flags=sys.argv[2], n_workers=0, cell_timeout=0)")
 
 @pytest.mark.parametrize('nb', sorted(nbglob(nbs, as_path=True)), ids=lambda o: str(o.relative_to(nbs)))
 def test_notebook(nb):

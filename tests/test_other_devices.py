@@ -15,12 +15,15 @@ def digest(*ts):
     for t in ts: h.update(t.detach().numpy().tobytes())
     return h.hexdigest()[:16]
 
-runs = dict(sgd=(partial(SGD, mom=.9), []), adam=(Adam, [MixUp()]), lamb=(Lamb, [GradientClip(.1), SaveModelCallback()]), larc=(Larc, [GradientAccumulation(32)]), ranger=(ranger, [TerminateOnNaNCallback(), ReduceLROnPlateau()]),
-    radam=(RAdam, []), rmsprop=(RMSProp, [EarlyStoppingCallback()]), qhadam=(QHAdam, []), torch=(partial(OptimWrapper, opt=torch.optim.AdamW), [TerminateOnNaNCallback()]))
+runs = dict(sgd=(partial(SGD, mom=.9), []), adam=(Adam, [MixUp()]), lamb=(Lamb, [GradientClip(.1), SaveModelCallback()]),
+    larc=(Larc, [GradientAccumulation(32)]), ranger=(ranger, [TerminateOnNaNCallback(), ReduceLROnPlateau()]),
+    radam=(RAdam, []), rmsprop=(RMSProp, [EarlyStoppingCallback()]), qhadam=(QHAdam, []),
+    torch=(partial(OptimWrapper, opt=torch.optim.AdamW), [TerminateOnNaNCallback()]))
 for name,(opt,cbs) in runs.items():
     set_seed(3, reproducible=True)
     with tempfile.TemporaryDirectory() as d:
-        learn = Learner(image_dls(n=20*16), convnet(), loss_func=CrossEntropyLossFlat(), metrics=[accuracy, F1Score(average='macro')], splitter=params_of, opt_func=opt, path=d, cbs=cbs).remove_cb(ProgressCallback)
+        learn = Learner(image_dls(n=20*16), convnet(), loss_func=CrossEntropyLossFlat(), metrics=[accuracy, F1Score(average='macro')],
+                        splitter=params_of, opt_func=opt, path=d, cbs=cbs).remove_cb(ProgressCallback)
         with learn.no_logging():
             learn.lr_find(num_it=10, show_plot=False)
             learn.freeze()
@@ -29,7 +32,8 @@ for name,(opt,cbs) in runs.items():
             learn.fit_one_cycle(1, 1e-2)
         learn.export()
         with learn.no_logging(): learn.fit(1)
-        print('RUN', name, digest(*learn.model.state_dict().values()), digest(*learn.recorder.losses), [float(o) for o in learn.recorder.values[-1]], digest(*learn.get_preds()))
+        print('RUN', name, digest(*learn.model.state_dict().values()), digest(*learn.recorder.losses),
+              [float(o) for o in learn.recorder.values[-1]], digest(*learn.get_preds()))
 '''
 
 def ran(how):

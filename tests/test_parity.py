@@ -62,8 +62,8 @@ def test_parity(make, kwargs, digits):
     a,b = run(make, digits, False, **kwargs),run(make, digits, True, **kwargs)
     ra,rb = a.recorder,b.recorder
     for x,y in zip(ra.losses[:20], rb.losses[:20]): assert abs(x-y) <= 1e-4*abs(x)
-    assert len(ra.losses) == len(rb.losses) and all(type(x) is type(y) and x.device == y.device and x.shape == y.shape
-                                                    for x,y in zip(ra.losses, rb.losses))
+    assert len(ra.losses) == len(rb.losses)
+    assert all(type(x) is type(y) and x.device == y.device and x.shape == y.shape for x,y in zip(ra.losses, rb.losses))
     assert ra.lrs == rb.lrs and ra.iters == rb.iters and ra.metric_names == rb.metric_names
     assert [list(map(type, v)) for v in ra.values] == [list(map(type, v)) for v in rb.values]
     n = len(a.dls.valid_ds)

@@ -46,7 +46,8 @@ def other_eps(): return swap_op(_norm, 'cpu', lambda x, shape, w, b, eps: plain(
 every = [n for n,_ in convnet().named_parameters()]
 
 # fault -> how it is planted and looked for; all that is found: its name, and what is said of it
-faults = {'optimizer made before the move': (partial(checked, opt_before_move),
+faults = {
+    'optimizer made before the move':       (partial(checked, opt_before_move),
                                              dict.fromkeys(every, ['made before the model moved', 'create_opt'])),
     'frozen by mistake':                    (partial(checked, frozen), {'1.3.weight': ['frozen', 'requires_grad']}),
     'a parameter on the CPU':               (partial(checked, on_the_cpu), {'1.3.weight': ['on cpu', 'the model on xla:0']}),
@@ -66,8 +67,8 @@ for b in ('cpu', 'xla'):
 faults |= {'a tanh with a backward off by 1e-3, own': (partial(located, tanh=Tanh), {'1': ['xla backward 1e-03', line_of(WrongTanh)]}),
     'a layer norm with a wrong eps, cpu':   (partial(located, other_eps), {'4': ['cpu forward', 'aten.native_layer_norm']}),
     'a layer norm with a wrong eps, own':   (partial(located, norm=OtherEps), {'4': ['xla forward', 'OtherEps', line_of(OtherEps)]}),
-    'a layer norm with a wrong '
-    'eps, of two models': (lambda: compared(tanh_net(), tanh_net(norm=partial(nn.LayerNorm, eps=1e-3))), {'4.eps': ['1e-05 | 0.001']}),
+    'a layer norm with a wrong eps, of two models': (lambda: compared(tanh_net(), tanh_net(norm=partial(nn.LayerNorm, eps=1e-3))),
+                                                     {'4.eps': ['1e-05 | 0.001']}),
     'BatchNorm in eval':                    (partial(located, partial(without_lowerings, 'batch_norm'), norm=nn.BatchNorm1d, mode=False),
                                              {'4': ['xla backward inf', 'aten.native_batch_norm_backward', 'offset factor is 0']})}
 
@@ -78,6 +79,7 @@ def test_found(fault):
     assert {n for n,_ in found} == expected.keys(), found
     assert all(s in text for n,text in found for s in expected[n]), found
 
-@pytest.mark.parametrize('look', [partial(reported, replay='auto'), partial(reported, replay=False), checked, located, partial(
-    located, norm=nn.BatchNorm1d, mode=False)], ids=['report', 'report, plain', 'check', 'locate', 'locate, eval'])
+@pytest.mark.parametrize('look', [partial(reported, replay='auto'), partial(reported, replay=False), checked, located,
+                                  partial(located, norm=nn.BatchNorm1d, mode=False)],
+                         ids=['report', 'report, plain', 'check', 'locate', 'locate, eval'])
 def test_nothing_found(look): assert look() == []

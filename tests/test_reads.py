@@ -1,4 +1,6 @@
-"What the user's own functions read is looked at before a step is run again, and what they do to objects of their own is neither lost nor done twice"
+"""What the user's own functions read is looked at before a step is run again
+
+What they do to objects of their own is neither lost nor done twice."""
 import contextvars, csv, io, itertools, pickle, random
 from collections import deque
 from copy import deepcopy
@@ -85,8 +87,8 @@ reads = dict(global_number=(lambda: learner(lambda p,y: ce(p, y)*alpha), set_alp
     functions=(lambda: learner(lambda p,y: funcs[0](ce(p, y))), lambda _: funcs.__setitem__(0, torch.sqrt)),
     redefined=(lambda: learner(lambda p,y: act(ce(p, y))), set_act), patched=(lambda: learner(ce, Scaled()), patch_forward),
     model_settings=(lambda: learner(ce, Scaled()), lambda l: setattr(l.model[-1].cfg, 'scale', .3)),
-    metric=(lambda: learner(metrics=lambda p,y: (p.softmax(1).max(1).values > alpha-.7).float().mean()), set_alpha)) | {
-        f.__name__: f for f in (closure, attribute, weighted, with_partial)}
+    metric=(lambda: learner(metrics=lambda p,y: (p.softmax(1).max(1).values > alpha-.7).float().mean()), set_alpha))
+reads |= {f.__name__: f for f in (closure, attribute, weighted, with_partial)}
 
 def story(name):
     if callable(reads[name]):

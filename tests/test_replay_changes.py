@@ -1,4 +1,6 @@
-"Whatever changes between two steps, replayed training goes on as plain training does, bit for bit; and the controls show that each guard is needed"
+"""Whatever changes between two steps, replayed training goes on as plain training does, bit for bit
+
+The controls show that each guard is needed."""
 import os
 os.environ.setdefault('XLA_COMPILATION_CACHE_SIZE', '128')
 import gc, subprocess, sys, tempfile, warnings, weakref
@@ -30,9 +32,8 @@ def counting(counts):
             counts[k] += 1
             return f(self, *args, **kwargs)
         return g
-    with mocked.object(Recording, 'run',
-                       counted(Recording.run, 'replayed')), mocked.object(Learner, 'one_batch', counted(Learner.one_batch, 'batches')):
-        yield
+    with (mocked.object(Recording, 'run', counted(Recording.run, 'replayed')),
+          mocked.object(Learner, 'one_batch', counted(Learner.one_batch, 'batches'))): yield
 
 def run(make, story, replay):
     "What the story leaves behind in its learner, and in what it returns (learners and other things)"
@@ -149,13 +150,11 @@ def halves(g): return g*.5
 def halves_grad(p): p.grad = p.grad*.5
 def weight(learn): return last(learn).weight
 
-hook_stories = {f'{n}_{k}': f(*args) for n,f in dict(between=between, during=during).items()
-                for k,args in dict(forward=(hooked(conv, 'register_forward_hook', halves_out), unhook),
-                                   pre=(hooked(last, 'register_forward_pre_hook', halves_in), unhook),
-    backward=(hooked(last, 'register_full_backward_hook', halves_grads), unhook),
-    backward_pre=(hooked(last, 'register_full_backward_pre_hook', lambda m,g: (g[0]*.5,)), unhook),
-    param=(hooked(weight, 'register_hook', halves), unhook),
-    post=(hooked(weight, 'register_post_accumulate_grad_hook', halves_grad), unhook)).items()}
+hook_kinds = dict(forward=hooked(conv, 'register_forward_hook', halves_out), pre=hooked(last, 'register_forward_pre_hook', halves_in),
+    backward=hooked(last, 'register_full_backward_hook', halves_grads),
+    backward_pre=hooked(last, 'register_full_backward_pre_hook', lambda m,g: (g[0]*.5,)),
+    param=hooked(weight, 'register_hook', halves), post=hooked(weight, 'register_post_accumulate_grad_hook', halves_grad))
+hook_stories = {f'{n}_{k}': f(hook, unhook) for n,f in dict(between=between, during=during).items() for k,hook in hook_kinds.items()}
 
 # Parameters and buffers
 
@@ -477,10 +476,16 @@ cases = [(n, k, make, f) for n,make,fs in [('flag', learner, flags), ('attr', le
     ('count', crops_learner, dict(tfm=between())), ('aug', aug_learner, dict(p=between(p_of(0.), p_of(1.))))] for k,f in fs.items()]
 
 # All of them are run by `python tests/test_replay_changes.py [names]`; as tests, those that differ in kind
-tested = """flag-freeze flag-freeze_during flag-layer_eval flag-requires_grad_during attr-dropout_during attr-bn_momentum attr-stride attr-function_during attr-constant_in_place attr-forward hook-during_forward hook-between_backward
-    hook-during_param param-parameter param-data param-in_place_before_batch param-buffer_during param-model param-stale_grad param-load param-load_opt opt-nothing opt-reset opt-other opt-wd opt-lr_within opt-do_wd opt-clear torch_opt-maximize adamw-load adamw-betas_during adamw-one_count adamw-cycle
-    loss-lambdas loss-during loss_attr-number_during cb-added_during cb-reapplied cb-counts cb-noise cb-resizes cb-anneals cb-function_during cancel-CancelBatchException_after_pred data-ragged
-    data-other_size data-added_tfm tfm-number_during around-lr_find around-get_preds around-interrupt around-broken around-bf16 around-one_plain two-two two-one_model aug-p count-tfm""".split()
+tested = """flag-freeze flag-freeze_during flag-layer_eval flag-requires_grad_during
+    attr-dropout_during attr-bn_momentum attr-stride attr-function_during attr-constant_in_place attr-forward
+    hook-during_forward hook-between_backward hook-during_param
+    param-parameter param-data param-in_place_before_batch param-buffer_during param-model param-stale_grad param-load param-load_opt
+    opt-nothing opt-reset opt-other opt-wd opt-lr_within opt-do_wd opt-clear torch_opt-maximize
+    adamw-load adamw-betas_during adamw-one_count adamw-cycle loss-lambdas loss-during loss_attr-number_during
+    cb-added_during cb-reapplied cb-counts cb-noise cb-resizes cb-anneals cb-function_during cancel-CancelBatchException_after_pred
+    data-ragged data-other_size data-added_tfm tfm-number_during
+    around-lr_find around-get_preds around-interrupt around-broken around-bf16 around-one_plain
+    two-two two-one_model aug-p count-tfm""".split()
 
 def test_names(): assert {*tested} <= {f'{a}-{b}' for a,b,*_ in cases}
 
@@ -500,7 +505,9 @@ def smoothed(losses, counted):
 
 @pytest.mark.parametrize('what', [CancelTrainException, CancelEpochException])
 def test_cancelled_before_the_recorder(what):
-    "A callback that cancels in `after_batch`, before the recorder: its smoothed loss knows that batch already, and so do those after it. Nothing else differs"
+    """A callback that cancels in `after_batch`, before the recorder
+
+    Its smoothed loss knows that batch already, and so do those after it. Nothing else differs"""
     class Losses(Callback):
         order = -5
         def before_fit(self): self.seen = []
@@ -561,8 +568,10 @@ def n_tensors():
     sync()
     return met.counter_value('CreateXlaTensor') - met.counter_value('DestroyXlaTensor')
 
-grows = dict(fit=noop, optimizer=new_opt, model=new_model, load=saves, callback=lambda l: l.remove_cb(Tensors).add_cb(Tensors())
-             if any(isinstance(cb, Tensors) for cb in l.cbs) else l.add_cb(Tensors()),
+def another_callback(l):
+    if any(isinstance(cb, Tensors) for cb in l.cbs): l.remove_cb(Tensors)
+    l.add_cb(Tensors())
+grows = dict(fit=noop, optimizer=new_opt, model=new_model, load=saves, callback=another_callback,
              lr_find=finds, loss=loss(lambda: CrossEntropyLossFlat(weight=torch.ones(4))))
 
 @pytest.mark.parametrize('name', grows)

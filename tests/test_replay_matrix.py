@@ -1,6 +1,7 @@
 """Replayed training is plain training, bit for bit: models by optimizers, with what is put around a step in between
 
-`python tests/test_replay_matrix.py [model or optimizer...]` runs all combinations and prints a table; as tests only a part of them, in which each model and each optimizer occurs."""
+`python tests/test_replay_matrix.py [model or optimizer...]` runs all combinations and prints a table;
+as tests only a part of them, in which each model and each optimizer occurs."""
 import os
 os.environ.setdefault('XLA_COMPILATION_CACHE_SIZE', '128')
 import contextlib, io, random, sys, time, warnings
@@ -52,10 +53,14 @@ def _same(a, b):
                 and torch.equal(torch.nan_to_num(a), torch.nan_to_num(b)) and torch.equal(a.isnan(), b.isnan()))
     return type(a) == type(b) and (a == b or a != a and b != b)
 
+def _difference(a, b):
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and a.shape == b.shape: return (a-b).abs().max()
+    return a,b
+
 def differences(a, b):
     "What of `a` is otherwise in `b`, by name"
-    return [f'{k}: only in one' for k in {*a} ^ {*b}] + [
-        f'{k}: {(a[k]-b[k]).abs().max() if isinstance(a[k], torch.Tensor) and isinstance(b[k], torch.Tensor) and a[k].shape == b[k].shape else (a[k], b[k])}' for k in a if k in b and not _same(a[k], b[k])]
+    return ([f'{k}: only in one' for k in {*a} ^ {*b}]
+            + [f'{k}: {_difference(a[k], b[k])}' for k in a if k in b and not _same(a[k], b[k])])
 
 def run(make, fit, replay):
     set_seed(0)

@@ -45,8 +45,9 @@ def check(m, x, lens=None, tol=1e-5, g=None):
 def data(*sz): return torch.randn(*sz, generator=torch.Generator().manual_seed(0))
 
 @pytest.mark.parametrize('kind', kinds)
-@pytest.mark.parametrize('kwargs', [dict(), dict(num_layers=2), dict(bidirectional=True, num_layers=2), dict(bias=False), dict(
-    batch_first=True), dict(batch_first=True, bias=False, bidirectional=True, num_layers=2)], ids=lambda k: '-'.join(k) or 'plain')
+@pytest.mark.parametrize('kwargs', [dict(), dict(num_layers=2), dict(bidirectional=True, num_layers=2), dict(bias=False),
+                                    dict(batch_first=True), dict(batch_first=True, bias=False, bidirectional=True, num_layers=2)],
+                         ids=lambda k: '-'.join(k) or 'plain')
 def test_layer(kind, kwargs):
     torch.manual_seed(0)
     check(kinds[kind](n_in, n_hid, **kwargs), data(steps, bs, n_in))

@@ -166,8 +166,8 @@ def test_frozen():
 class CPUScaler(MixedPrecision):
     "A gradient scaler that works without a GPU; at the second step a gradient overflows"
     def before_fit(self):
-        self.autocast,self.learn.scaler,self.scales = (torch.autocast('cpu', dtype=torch.bfloat16),
-                                                       torch.amp.GradScaler('cpu', init_scale=2.**10),L())
+        self.autocast = torch.autocast('cpu', dtype=torch.bfloat16)
+        self.learn.scaler,self.scales = torch.amp.GradScaler('cpu', init_scale=2.**10),L()
     def before_backward(self):
         super().before_backward()
         if self.train_iter == 1 and self.sam.second: self.learn.loss_grad = self.loss_grad*float('inf')

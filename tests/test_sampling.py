@@ -252,7 +252,9 @@ def cd_learner(model=None, n=8*16, **kwargs):
 
 @pytest.mark.parametrize('replay', [False, 'auto'])
 def test_costs_of_a_training_batch(replay):
-    "A batch costs what its steps cost, and two more: chains that start anew, and the training step. While the buffer fills up there is also the noise to start with"
+    """A batch costs what its steps cost, and two more: chains that start anew, and the training step
+
+    While the buffer fills up there is also the noise to start with"""
     learn = cd_learner().to_xla(replay=replay)
     with learn.no_logging(): learn.fit(2, 1e-3)
     train = [c for t,_,c in learn.probe.rows if t]

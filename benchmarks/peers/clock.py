@@ -17,8 +17,8 @@ class Clock:
     """Times and counts the training part of each epoch; validation is left out
 
     `wall_ms` is from the first request for a batch until the device has finished the epoch's last step, divided by the steps.
-    `host_ms` is the CPU time of the training thread in it (`time.thread_time`): tracing, dispatch, callbacks, and data loading where it is in that
-    thread. Waiting costs none.
+    `host_ms` is the CPU time of the training thread in it (`time.thread_time`): tracing, dispatch, callbacks,
+    and data loading where it is in that thread. Waiting costs none.
     `cpu_ms` is the CPU time of all threads of the process, the device's own where the device is a CPU.
     `first_s` is from before the model is made until the first step's result is there; `compile_s` is compiling only, in training.
     All counts are per step of the epoch, except `compiles`: all in training so far, and `late_compiles`: those in this epoch."""

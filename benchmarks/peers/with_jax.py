@@ -1,6 +1,7 @@
 """The same networks and the same arithmetic in JAX, one jitted step with its state donated: the limit on this compiler
 
-`jax` keeps images as PyTorch does, channels first, so that the programs are the same; `jax_nhwc` keeps them channels last, as XLA likes better."""
+`jax` keeps images as PyTorch does, channels first, so that the programs are the same;
+`jax_nhwc` keeps them channels last, as XLA likes better."""
 from functools import partial
 import jax, jax.numpy as jnp, numpy as np
 from jax import lax
@@ -34,8 +35,8 @@ def bn(p, s, new, name, x, train):
     return x*wide(scale) + wide(p[f'{name}.b']-m*scale)
 
 def linear_init(p, g, name, ni, nf):
-    p[f'{name}.w'],p[f'{name}.b'] = ((g.uniform(-1, 1, (ni, nf))*ni**-.5).astype(np.float32),
-                                     (g.uniform(-1, 1, nf)*ni**-.5).astype(np.float32))
+    p[f'{name}.w'] = (g.uniform(-1, 1, (ni, nf))*ni**-.5).astype(np.float32)
+    p[f'{name}.b'] = (g.uniform(-1, 1, nf)*ni**-.5).astype(np.float32)
 def linear(p, name, x): return x@p[f'{name}.w']+p[f'{name}.b']
 
 # Networks: a list of (name, input channels, channels, kernel, stride) makes parameters; a function applies them

@@ -5,7 +5,8 @@ import numpy as np
 import torch
 
 sample = 2048   # Elements of a tensor that are kept
-drawing = 'bernoulli bernoulli_ native_dropout normal normal_ uniform_ random_ randperm multinomial exponential_ log_normal_ rand randn'.split()
+drawing = ('bernoulli bernoulli_ native_dropout normal normal_ uniform_ random_ randperm '
+           'multinomial exponential_ log_normal_ rand randn').split()
 
 def draws():
     "How often random numbers have been drawn on the XLA device, in traced code"

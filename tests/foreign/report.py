@@ -11,7 +11,7 @@ def read(
 
 def per_notebook(
     rows:pd.DataFrame, # From `read`
-) -> pd.DataFrame: # A row for each notebook, and their sum: cells that are run, that pass on the CPU, of those on XLA, and verdicts of those
+) -> pd.DataFrame: # A row for each notebook, and their sum: cells run, those that pass on the CPU, of those on XLA, and verdicts of those
     "How many cells pass where"
     run = rows[~rows.verdict.isin(not_run)]
     passes = run[~run.verdict.isin(['fails on CPU too', 'passes only on XLA'])]

@@ -95,8 +95,9 @@ def camvid(path):
         save_image(path/'images'/f'f_{i:02d}.png', np.stack([mask*20, 255-mask*20, mask*7], -1) + r.integers(0, 9, (96, 128, 3)))
         save_image(path/'labels'/f'f_{i:02d}_P.png', mask)
 
-words = """the a film movie was is and of to in it i this that not with very really good bad great awful boring fun plot story actor actress scene music
-end start never always loved hated watch again time people life house night dog cat old new small big""".split()
+words = """the a film movie was is and of to in it i this that not with very really good bad great awful boring fun
+plot story actor actress scene music end start never always loved hated watch again time people life house night
+dog cat old new small big""".split()
 good,bad = 'good great fun loved'.split(),'bad awful boring hated'.split()
 
 def review(r, positive, n=None):
@@ -135,7 +136,8 @@ def adult(path):
         'marital-status': ('Married-civ-spouse', 'Divorced', 'Never-married'), 'occupation': ('Sales', 'Craft-repair', 'Tech-support', ''),
         'relationship': ('Husband', 'Wife', 'Own-child', 'Unmarried'), 'race': ('White', 'Black', 'Other'), 'sex': ('Male', 'Female'),
         'native-country': ('United-States', 'Mexico', '?')}
-    order = 'age,workclass,fnlwgt,education,education-num,marital-status,occupation,relationship,race,sex,capital-gain,capital-loss,hours-per-week,native-country,salary'.split(',')
+    order = ('age,workclass,fnlwgt,education,education-num,marital-status,occupation,relationship,race,sex,'
+             'capital-gain,capital-loss,hours-per-week,native-country,salary').split(',')
     rows = []
     for i in range(1200):
         row = {k: ' '+v if v else v for k,v in ((k, r.choice(v)) for k,v in cats.items())}

@@ -6,10 +6,10 @@ replace = {
     '! [ -e /content ] && pip install -Uqq fastbook kaggle waterfallcharts treeinterpreter dtreeviz': '',
     'from dtreeviz.trees import *\n': '',
     "URLs.path(comp)": "untar_data('BLUEBOOK')",
-    "df['ProductSize'].cat.set_categories(sizes, ordered=True, inplace=True)": "df['ProductSize'] = "
-                                                                               "df['ProductSize'].cat.set_categories(sizes, ordered=True)",
-    "df_nn['ProductSize'].cat.set_categories(sizes, "
-    "ordered=True, inplace=True)": "df_nn['ProductSize'] = df_nn['ProductSize'].cat.set_categories(sizes, ordered=True)",
+    "df['ProductSize'].cat.set_categories(sizes, ordered=True, inplace=True)":
+        "df['ProductSize'] = df['ProductSize'].cat.set_categories(sizes, ordered=True)",
+    "df_nn['ProductSize'].cat.set_categories(sizes, ordered=True, inplace=True)":
+        "df_nn['ProductSize'] = df_nn['ProductSize'].cat.set_categories(sizes, ordered=True)",
     'max_samples=200_000': 'max_samples=None',
     'max_samples=50000': 'max_samples=None',
     'n_estimators=40': 'n_estimators=40, random_state=0',
