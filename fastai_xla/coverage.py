@@ -246,10 +246,9 @@ def _train_metrics(learn):
     return learn
 
 # %% ../nbs/api/14_coverage.ipynb #c85cf967
-_cases('loss', *((n, partial(images, loss_func=f)) for n,f in dict(cross_entropy=CrossEntropyLossFlat(), weighted=CrossEntropyLossFlat(
-    weight=torch.tensor([1.,2.,3.,4.])), label_smoothing=LabelSmoothingCrossEntropyFlat(),
-                                                                   label_smoothing_plain=LabelSmoothingCrossEntropy(),
-                                                                   focal=FocalLossFlat()).items()),
+_cases('loss', *((n, partial(images, loss_func=f)) for n,f in dict(cross_entropy=CrossEntropyLossFlat(),
+    weighted=CrossEntropyLossFlat(weight=torch.tensor([1.,2.,3.,4.])), label_smoothing=LabelSmoothingCrossEntropyFlat(),
+    label_smoothing_plain=LabelSmoothingCrossEntropy(), focal=FocalLossFlat()).items()),
     ('mse', numbers), ('l1', partial(numbers, loss=L1LossFlat())),
     ('bce', partial(numbers, 4, BCEWithLogitsLossFlat(), many_labels)), ('dice', partial(masks, loss_func=DiceLoss())))
 

@@ -93,8 +93,8 @@ class DrawPair(Transform):
 
 class Twin(Module):
     def __init__(self):
-        self.body,self.head = nn.Sequential(ConvLayer(3, 8, stride=2),
-                                            ConvLayer(8, 8, stride=2)),nn.Sequential(nn.AdaptiveAvgPool2d(1), Flatten(), nn.Linear(16, 2))
+        self.body = nn.Sequential(ConvLayer(3, 8, stride=2), ConvLayer(8, 8, stride=2))
+        self.head = nn.Sequential(nn.AdaptiveAvgPool2d(1), Flatten(), nn.Linear(16, 2))
     def forward(self, a, b): return self.head(torch.cat([self.body(a), self.body(b)], 1))
 
 def pairs(path):

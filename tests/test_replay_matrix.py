@@ -106,8 +106,9 @@ def running_learner(**kwargs):
     return learn
 
 def dropout_learner(**kwargs):
-    return _learner(_dls(_randn(10), _randint(4)), nn.Sequential(nn.Linear(10, 16), nn.ReLU(), nn.Dropout(.3), nn.Linear(16, 8),
-                                                                 nn.GELU(), nn.Dropout(.5), nn.Linear(8, 4)), **kwargs)
+    dls = _dls(_randn(10), _randint(4))
+    return _learner(dls, nn.Sequential(nn.Linear(10, 16), nn.ReLU(), nn.Dropout(.3), nn.Linear(16, 8),
+                                       nn.GELU(), nn.Dropout(.5), nn.Linear(8, 4)), **kwargs)
 
 class Recurrent(nn.Module):
     def __init__(self):
