@@ -38,7 +38,8 @@ def fitted(make, on_xla, n=2):
     with learn.no_logging(), learn.no_bar(): learn.fit(n, 1e-2)
     state = [v for s in learn.opt.state_dict()['state'] for _,v in sorted(s.items())]
     tensors = [*learn.model.state_dict().values(), *(v for v in state if isinstance(v, torch.Tensor))]
-    return learn,torch.stack(learn.recorder.losses),[fetch(t.detach()) for t in tensors],[v for v in state if not isinstance(v, torch.Tensor)]
+    return (learn,torch.stack(learn.recorder.losses),[fetch(t.detach()) for t in tensors],
+            [v for v in state if not isinstance(v, torch.Tensor)])
 
 def agree(make, tol=1e-4):
     "A fit on XLA comes to what one on the CPU does; the learner that was there"
