@@ -42,6 +42,12 @@ def small_resnets():
     resnet._resnet = lambda block, layers, *args, **kwargs: make(block, [1]*4, *args, **kwargs)
     resnet.ResNet._make_layer = lambda self, block, planes, *args, **kwargs: layer(self, block, planes//8, *args, **kwargs)
 
+def sort_files():
+    "Words that are equally frequent stand in a vocabulary in the order in which their files are read, by default that of the folder on the disk"
+    import fastai.text.core as core
+    get_files = core.get_files
+    core.get_files = lambda *args, **kwargs: get_files(*args, **kwargs).sorted(key=str)
+
 def start(bs=8, workers=0):
     from fastai.torch_core import defaults
     sys.path.insert(0, str(Path(__file__).parent/'modules'))
@@ -50,3 +56,4 @@ def start(bs=8, workers=0):
     fix_draws()
     small_resnets()
     small_texts()
+    sort_files()
