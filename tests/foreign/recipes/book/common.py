@@ -43,10 +43,14 @@ def small_resnets():
     resnet.ResNet._make_layer = lambda self, block, planes, *args, **kwargs: layer(self, block, planes//8, *args, **kwargs)
 
 def sort_files():
-    "Words that are equally frequent stand in a vocabulary in the order in which their files are read, by default that of the folder on the disk"
-    import fastai.text.core as core
-    get_files = core.get_files
-    core.get_files = lambda *args, **kwargs: get_files(*args, **kwargs).sorted(key=str)
+    "Folders are listed by name, else words that are equally frequent stand in a vocabulary in the order of the disk"
+    import os
+    walk = os.walk
+    def _walk(*args, **kwargs):
+        for path,folders,files in walk(*args, **kwargs):
+            folders.sort()
+            yield path,folders,sorted(files)
+    os.walk = _walk
 
 def start(bs=8, workers=0):
     from fastai.torch_core import defaults
