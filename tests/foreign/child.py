@@ -30,7 +30,7 @@ def start(job):
     if job['mode'] == 'xla':
         import fastai_xla.all
         making = prepare.learners(lambda learn: learn.to_xla())
-    if job['mode'] == 'nudged': prepare.learners(prepare.nudge)
+    if job['mode'] == 'nudged': prepare.learners(lambda learn: prepare.nudge(learn, job['nudge']))
     shell = InteractiveShell.instance(config=Config(HistoryManager=dict(enabled=False)))
     shell.showtraceback = shell.showsyntaxerror = lambda *args, **kwargs: None
     return shell,making

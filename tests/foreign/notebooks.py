@@ -27,6 +27,7 @@ class Recipe:
     flags:str = ''        # Cells with these directives are run, which otherwise are left out: 'slow'
     module:str = ''       # Installed module with the names of the exported cells; by default the one that `default_exp` names
     cell_seconds:int = 900   # Time limit of a cell
+    nudge:float = 1e-7       # How large rounding is, relative: 1e-5 where batches are warped on the device
 
 def directives(source):
     found = {}

@@ -107,11 +107,11 @@ def _below(cls): return [cls] + [s for c in cls.__subclasses__() for s in _below
 factories = ('vision_learner', 'cnn_learner', 'unet_learner', 'language_model_learner', 'text_classifier_learner',
              'tabular_learner', 'collab_learner', 'load_learner')
 
-def nudge(learn):
-    "Change weights by a relative 1e-7: what comes of it is how far rounding can go"
+def nudge(learn, size=1e-7):
+    "Change weights by a relative `size`: what comes of it is how far rounding can go"
     g = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        for p in learn.model.parameters(): p *= 1 + 1e-7*torch.randint(-1, 2, p.shape, generator=g).to(p.device)
+        for p in learn.model.parameters(): p *= 1 + size*torch.randint(-1, 2, p.shape, generator=g).to(p.device)
 
 def learners(act):
     "Have `act` done to each learner that is made from now on"

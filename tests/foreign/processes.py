@@ -79,7 +79,7 @@ def _once(job, notebook):
 def run(notebook, cells, module, recipe, recipes, mode, tries=4):
     "Results of all cells in one mode: 'cpu', 'xla' or 'nudged'; a cell that ends the process is left out of a second one"
     job = dict(mode=mode, module=module, setup=recipe.setup, dropout=recipe.dropout,
-               cell_seconds=recipe.cell_seconds, recipes=str(recipes or ''))
+               cell_seconds=recipe.cell_seconds, nudge=recipe.nudge, recipes=str(recipes or ''))
     broken = {}
     for _ in range(tries):
         todo = [dict(number=c.number, source=c.source, export=is_export(c)) for c in cells if not c.left_out and c.number not in broken]

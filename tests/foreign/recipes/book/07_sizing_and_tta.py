@@ -2,6 +2,7 @@
 setup = "from tests.foreign.recipes.book.common import start; start()"
 dropout = False
 cell_seconds = 900
+nudge = 1e-5   # as large as the difference of images that are warped on two devices
 replace = {
     '! [ -e /content ] && pip install -Uqq fastbook': '',
     'Resize(460)': 'Resize(44)',
