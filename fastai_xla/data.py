@@ -146,13 +146,18 @@ def _start(dl):
 # %% ../nbs/api/06_data.ipynb #2c0623d6
 def _rng_states(): return random.getstate(), pickle.dumps(np.random.get_state()), torch.get_rng_state().numpy().tobytes()
 
+def _sets(dl, was):
+    "Has `dl` set attributes since `was`? A callback may look there for what is said of the batch at hand"
+    now = vars(dl)
+    return any(now.get(k) is not was.get(k) for k in now.keys() | was.keys() if k != 'it')   # fastai's own iterator
+
 def _first(dl, it):
     "`it`, and whether it may be read ahead"
-    states,before = _rng_states(),xla_counts()
+    states,before,was = _rng_states(),xla_counts(),dict(vars(dl))
     feds = list(islice(it, 1))
     c = xla_counts()-before
     on_device = any(has_xla(fed.raw) for fed in feds) or c.executions or c.to_host or c.to_device
-    may = dl.fake_l.num_workers > 0 or (dl.indexed and not on_device and _rng_states() == states)
+    may = dl.fake_l.num_workers > 0 or (dl.indexed and not on_device and not _sets(dl, was) and _rng_states() == states)
     return chain(feds, it),may
 
 # %% ../nbs/api/06_data.ipynb #16fd8749

@@ -3,7 +3,7 @@ import torch
 from torch import nn
 from fastai.vision.all import *
 from fastai_xla.all import *
-from fastai_xla.runtime import fetch, manual_seed
+from fastai_xla.runtime import device, fetch, manual_seed
 from common import *
 
 class Series(TensorBase):
@@ -53,3 +53,32 @@ def agree(make, tol=1e-4):
 def test_batch_whose_data_cannot_be_set():
     "A trace that is given up puts back all that it has changed, the batch too"
     agree(lambda: Learner(series_dls(), Fills(), loss_func=CrossEntropyLossFlat()))
+
+class Tells(TfmdDL):
+    "A `DataLoader` that tells which items its last batch is made of"
+    def create_batch(self, b):
+        b = list(b)
+        self.told = torch.tensor([i for *_,i in b])
+        return super().create_batch([(x, y) for x,y,_ in b])
+
+class Weighs(Callback):
+    "A weight for each item in the loss"
+    def before_batch(self): self.learn.loss_func.w = self.learn.dl.told.to(self.x.device).float()/10
+
+class Weighted(nn.Module):
+    def forward(self, pred, y): return (F.cross_entropy(pred, y, reduction='none')*self.w).mean()
+
+def test_what_a_dataloader_tells_of_its_batch_is_of_the_batch_at_hand():
+    g = torch.Generator().manual_seed(0)
+    items = [(torch.randn(4, generator=g), torch.randint(3, (), generator=g), i) for i in range(64)]
+    def make():
+        dls = DataLoaders(*(Tells(items, bs=8, shuffle=shuffle, num_workers=0) for shuffle in (True, False)))
+        return Learner(dls, nn.Linear(4, 3), loss_func=Weighted(), cbs=Weighs())
+    agree(make)
+
+def test_bitwise_operators_with_a_number():
+    x = {dtype: torch.tensor([0, 1, 1]).to(dtype) for dtype in (torch.bool, torch.uint8, torch.int64)}
+    for t in x.values():
+        for f in (lambda t: t ^ 1, lambda t: 1 & t, lambda t: t | True, lambda t: torch.bitwise_xor(t, 3)):
+            here,there = fetch(f(t.to(device()))),f(t)
+            assert here.dtype == there.dtype and torch.equal(here, there)

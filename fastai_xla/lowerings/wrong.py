@@ -36,7 +36,10 @@ bitwise = Lowering('bitwise', lambda: True, 'operands of two types give the firs
 
 def _bitwise(op):
     def _kernel(a, b):
-        dtype,(a,b) = torch.result_type(a, b),torch.broadcast_tensors(a, b)
+        dtype = torch.result_type(a, b)
+        at = (a if isinstance(a, torch.Tensor) else b).device
+        # a Python number comes as it is
+        a,b = torch.broadcast_tensors(*(o if isinstance(o, torch.Tensor) else torch.full((), o, dtype=dtype, device=at) for o in (a, b)))
         return op(a.to(dtype, copy=True), b.to(dtype))
     return _kernel
 
