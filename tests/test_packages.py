@@ -82,3 +82,8 @@ def test_bitwise_operators_with_a_number():
         for f in (lambda t: t ^ 1, lambda t: 1 & t, lambda t: t | True, lambda t: torch.bitwise_xor(t, 3)):
             here,there = fetch(f(t.to(device()))),f(t)
             assert here.dtype == there.dtype and torch.equal(here, there)
+
+def test_diagonal_of_the_first_dimensions():
+    x = torch.arange(5*5*3.).view(5, 5, 3)
+    for f in (lambda x: x.diagonal(), lambda x: x[:,:2].diagonal().T, lambda x: x.diagonal(1, 0, 1), lambda x: torch.einsum('iij->ij', x)):
+        assert torch.equal(fetch(f(x.to(device()))), f(x))
