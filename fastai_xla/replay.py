@@ -273,7 +273,7 @@ def _key(self:Replay, inputs, spec):
     learn,opts,watched = self.learn,self.optimizers(),self._watched()
     others = self.more_optimizers()
     hypers = [h for o in (*opts[-1:], *others) for h in hypers_of([o])]
-    states = [st for o in (*opts[-1:], *others) for st in o.state.values()]
+    states = [st for o in (*opts[-1:], *others) for st in o.state.values() if isinstance(st, dict)]
     states = tuple((id(st), len(st), *(v for v in st.values() if v is True or v is False)) for st in states)
     return (learn.training, watched, self._batch_key(inputs, spec), _ident(learn.loss_func), *map(_ident, self._tfms()),
             *map(id, (*self.mets, *self.stateful, *hypers)), *((id(o.state), *map(id, getattr(o, 'cbs', ()))) for o in opts),

@@ -87,3 +87,21 @@ def test_diagonal_of_the_first_dimensions():
     x = torch.arange(5*5*3.).view(5, 5, 3)
     for f in (lambda x: x.diagonal(), lambda x: x[:,:2].diagonal().T, lambda x: x.diagonal(1, 0, 1), lambda x: torch.einsum('iij->ij', x)):
         assert torch.equal(fetch(f(x.to(device()))), f(x))
+
+class Counts(torch.optim.SGD):
+    "An optimizer that counts its steps in a tensor beside the states of its parameters"
+    def step(self, closure=None):
+        if 'k' not in self.state: self.state['k'] = torch.tensor([0])
+        super().step(closure)
+        self.state['k'] += 1
+
+def test_optimizer_with_a_tensor_of_its_own_in_its_state():
+    losses = []
+    for on_xla in (False, True):
+        set_seed(0)
+        learn = image_learner(image_dls(n=4*8, n_valid=8, bs=8), opt_func=partial(OptimWrapper, opt=Counts))
+        if on_xla: learn.to_xla()
+        with learn.no_logging(), learn.no_bar(): learn.fit(2, 1e-2)
+        losses.append(fetch(torch.stack(learn.recorder.losses)))
+        test_eq(learn.opt.opt.state['k'].item(), 2*4)
+    test_close(losses[1], losses[0], eps=1e-4)
