@@ -105,3 +105,23 @@ def test_optimizer_with_a_tensor_of_its_own_in_its_state():
         losses.append(fetch(torch.stack(learn.recorder.losses)))
         test_eq(learn.opt.opt.state['k'].item(), 2*4)
     test_close(losses[1], losses[0], eps=1e-4)
+
+class Looks(nn.Module):
+    "A model that reads a value, so that its steps are not replayed"
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(4, 3)
+    def forward(self, x): return self.net(x if x.max().item() < 99 else x/x.max())
+
+def test_metrics_of_a_last_batch_of_another_size_whose_trace_is_given_up():
+    g = torch.Generator().manual_seed(0)
+    x,y = torch.randn(58, 4, generator=g),torch.randn(58, 3, generator=g)
+    values = []
+    for on_xla in (False, True):
+        set_seed(0)
+        dls = DataLoaders.from_dsets(list(zip(x[:32], y[:32])), list(zip(x[32:], y[32:])), bs=8, num_workers=0)
+        learn = Learner(dls, Looks(), loss_func=MSELossFlat(), metrics=mae)
+        if on_xla: learn.to_xla()
+        with learn.no_logging(), learn.no_bar(): learn.fit(2, 1e-2)
+        values.append(torch.tensor([[float(v) for v in vs] for vs in learn.recorder.values]))
+    test_close(values[1], values[0], eps=1e-4)

@@ -125,9 +125,8 @@ class Kept:
         "Put the data back into those tensors that have other data now"
         synced = bool(self.ts) and not pending(self.copies[:1])[0]   # then a buffer that looks the same may be another one
         changed = [i for i,(t,b,p) in enumerate(zip(self.ts, self.buffers, pending(self.ts))) if synced or p or buffers([t])[0] != b]
-        data = graph_inputs([self.copies[i] for i in changed])[1]
-        at = dict(zip(buffers(data), data))
-        for i in changed: set_data(self.ts[i], self.copies[i] if synced else at[self.buffers[i]])
+        # each by its own copy: the memory behind a number may be another by now
+        for i in changed: set_data(self.ts[i], self.copies[i] if synced else graph_inputs([self.copies[i]])[1][0])
 
 # %% ../../nbs/api/05b_capture.state.ipynb #2350479c
 class Memory:
