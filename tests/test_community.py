@@ -40,8 +40,9 @@ def agree(cpu, xla, want):
     "Has it learned on both, equally well, by the same losses?"
     assert cpu['metric'] > want.least and xla['metric'] > want.least, (cpu['metric'], xla['metric'])
     assert abs(cpu['metric']-xla['metric']) <= want.apart, (cpu['metric'], xla['metric'])
+    if not want.exact: return   # pseudo-labels, and with them the number of batches, depend on the draws
     assert len(cpu['losses']) == len(xla['losses'])
-    if want.exact: assert all(abs(a-b) < 1e-3*max(1, abs(a)) for a,b in zip(cpu['losses'][:8], xla['losses'][:8]))
+    assert all(abs(a-b) < 1e-3*max(1, abs(a)) for a,b in zip(cpu['losses'][:8], xla['losses'][:8]))
 
 def explained(report, want):
     "Is the cost of a batch steady, or does the report say why it is not?"
