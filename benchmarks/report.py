@@ -1,4 +1,4 @@
-"""What the books for `learn.xla_report()` add to a step, and what a watched fit costs: interleaved, in one run
+"""What the cost log for `learn.xla_report()` add to a step, and what a watched fit costs: interleaved, in one run
 
     PJRT_DEVICE=CPU python benchmarks/report.py --rounds 15"""
 import time, statistics
@@ -48,9 +48,9 @@ def main(
         pairs = [(fit(learn, on), fit(learn, off)) if i%2 else (fit(learn, off), fit(learn, on))[::-1] for i in range(rounds)]
         ratios = sorted(a/b for a,b in pairs)
         ons,offs = (statistics.median(p[i] for p in pairs) for i in (0, 1))
-        print(f"replay={replay}: {ons:.3f} ms a step with the books, {offs:.3f} without; median ratio "
+        print(f"replay={replay}: {ons:.3f} ms a step with the cost log, {offs:.3f} without; median ratio "
               f"{statistics.median(ratios):.4f}, fastest against fastest {min(a for a,_ in pairs)/min(b for _,b in pairs):.4f}")
     t = time.perf_counter()
     for _ in range(500): on.batch('training', 'epoch 0, batch 0')
-    print(f"the books of one batch: {(time.perf_counter()-t)*2e3:.1f} us")
+    print(f"the cost log of one batch: {(time.perf_counter()-t)*2e3:.1f} us")
     print(f"watched (XLAReportCallback): {fit(learn, on, XLAReportCallback()):.1f} ms a step")

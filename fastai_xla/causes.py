@@ -233,7 +233,7 @@ _no_ops = {'_propagate_xla_data', 'empty', 'empty_strided', 'empty_like'}
 
 # %% ../nbs/api/02a_causes.ipynb #8c210f8a
 class OpWatch(TorchDispatchMode):
-    "Within the block, write down the operators of each batch, and find out what breaks the step contract"
+    "Within the block, record the operators of each batch, and find out what breaks the step contract"
     def __init__(self,
         each:bool=False, # Compare every batch with the one before, also where its program was compiled long ago?
     ):
@@ -242,20 +242,6 @@ class OpWatch(TorchDispatchMode):
         self._begin()
 
     def _begin(self): self.ops,self.alive,self.sites,self.count = [],{},{},Counter()
-
-    @contextmanager
-    def modules(self,
-        model:torch.nn.Module, # Its modules' names are known within the block
-    ):
-        "Within the block, know in which module of `model` an operator is called"
-        hooks = []
-        def _leave(*_): self.stack.pop()
-        for name,m in model.named_modules():
-            hooks.append(m.register_forward_pre_hook(lambda m, x, name=name: self.stack.append(name)))
-            hooks.append(m.register_forward_hook(_leave, always_call=True))
-        try: yield
-        finally:
-            for h in hooks: h.remove()
 
     def __enter__(self):
         f,self.frames = sys._getframe(1).f_back,[]   # the frames outside: held, so that no id is used again
@@ -269,16 +255,6 @@ class OpWatch(TorchDispatchMode):
         self.frames,self.outside = [],set()
         return super().__exit__(*args)
 
-    def _where(self):
-        "Site, part of the step, and module; of a derivative, those of the operator that it is of"
-        node,seq = torch._C._current_autograd_node(),torch.autograd._get_sequence_nr()
-        if node is not None:
-            site,module = self.sites.get(node._sequence_nr(), (Site(), ''))
-            return site._replace(backward=True),'backward',module
-        site = site_of(sys._getframe(1).f_back, self.outside)
-        self.sites.setdefault(seq-1, (site, self.stack[-1]))
-        return site,self.part,self.stack[-1]
-
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if os.getpid() != self.pid or func.namespace != 'aten' or func._schema.name.split('::')[1] in _no_ops:
@@ -288,71 +264,107 @@ class OpWatch(TorchDispatchMode):
         if has_xla(outs) or has_xla(args): self._note(func, args, kwargs, outs, where, xla_counts()-before)
         return outs
 
-    def call(self,
-        func, # `torch._ops.OpOverload`
-        args:tuple, # Its arguments
-        kwargs:dict, # Its keyword arguments
-        part:str, # What the learner is doing, as in `Op`
-        module:str, # Name of the module
-    ):
-        "Run an operator; to be overridden"
-        return func(*args, **kwargs)
+# %% ../nbs/api/02a_causes.ipynb #5a3c1001
+@patch
+@contextmanager
+def modules(self:OpWatch,
+    model:torch.nn.Module, # Its modules' names are known within the block
+):
+    "Within the block, know in which module of `model` an operator is called"
+    hooks = []
+    def _leave(*_): self.stack.pop()
+    for name,m in model.named_modules():
+        hooks.append(m.register_forward_pre_hook(lambda m, x, name=name: self.stack.append(name)))
+        hooks.append(m.register_forward_hook(_leave, always_call=True))
+    try: yield
+    finally:
+        for h in hooks: h.remove()
 
-    def _note(self, func, args, kwargs, outs, where, cost):
-        site,part,module = where
-        n = self.count[func,site]
-        self.count[func,site] += 1
-        results = _specs(outs) if isinstance(outs, (list, tuple)) else (_specs(outs),)
-        op = Op(func, _specs(args), _specs(kwargs), results, site, n, part, module, cost.fallbacks, cost.to_host-cost.looks)
-        self.ops.append(op)
-        for o in L(outs):
-            if isinstance(o, torch.Tensor): self._follow(o, op.key)
+@patch
+def _where(self:OpWatch):
+    "Site, part of the step, and module; of a derivative, those of the operator that it is of"
+    node,seq = torch._C._current_autograd_node(),torch.autograd._get_sequence_nr()
+    if node is not None:
+        site,module = self.sites.get(node._sequence_nr(), (Site(), ''))
+        return site._replace(backward=True),'backward',module
+    site = site_of(sys._getframe(1).f_back, self.outside)
+    self.sites.setdefault(seq-1, (site, self.stack[-1]))
+    return site,self.part,self.stack[-1]
 
-    def _follow(self, t, key):
-        "Know while `t` is alive, and neither keep it so nor touch it: torch's own weak references keep what is behind a tensor"
-        alive = self.alive
-        r = weakref.ref(t, lambda r: alive.pop(id(r), None))
-        alive[id(r)] = (key, r)
+# %% ../nbs/api/02a_causes.ipynb #5a3c1011
+@patch
+def call(self:OpWatch,
+    func, # `torch._ops.OpOverload`
+    args:tuple, # Its arguments
+    kwargs:dict, # Its keyword arguments
+    part:str, # What the learner is doing, as in `Op`
+    module:str, # Name of the module
+):
+    "Run an operator; to be overridden"
+    return func(*args, **kwargs)
 
-    def _add(self, causes, where):
-        for c in causes:
-            if c.key in self.causes: self.causes[c.key].times += 1
-            else:
-                c.where = where
-                self.causes[c.key] = c
+@patch
+def _note(self:OpWatch, func, args, kwargs, outs, where, cost):
+    site,part,module = where
+    n = self.count[func,site]
+    self.count[func,site] += 1
+    results = _specs(outs) if isinstance(outs, (list, tuple)) else (_specs(outs),)
+    op = Op(func, _specs(args), _specs(kwargs), results, site, n, part, module, cost.fallbacks, cost.to_host-cost.looks)
+    self.ops.append(op)
+    for o in L(outs):
+        if isinstance(o, torch.Tensor): self._follow(o, op.key)
 
-    def close(self,
-        phase:str|None, # 'training', 'validation', or None for what belongs to no batch
-        where:str, # Which batch
-        cost:XLACounts, # What it has cost
-    ):
-        "End a batch: find the causes of what it cost"
-        ops,alive = self.ops,tuple(k for k,_ in self.alive.values())
-        self._begin()
-        if phase is None: return
-        last = self.seen.get(phase)
-        self.seen[phase] = (ops, alive, self.inputs)
-        causes = [_left(o) for o in ops if o.fallbacks or o.reads]
-        rest = cost.to_host - cost.looks - sum(o.reads for o in ops)
-        if rest > 0: causes.append(Cause('transfer', f'{rest} reads of several tensors at once, not by an operator'))
-        if last:
-            causes += _numbers(last[0], ops)
-            if cost.compiles or self.each: causes += self._compiled(last, ops, alive, cost)
-        self._add(list({c.key: c for c in reversed(causes)}.values())[::-1], where)
+@patch
+def _follow(self:OpWatch, t, key):
+    "Know while `t` is alive, and neither keep it so nor touch it: torch's own weak references keep what is behind a tensor"
+    alive = self.alive
+    r = weakref.ref(t, lambda r: alive.pop(id(r), None))
+    alive[id(r)] = (key, r)
 
-    def _compiled(self, last, ops, alive, cost):
-        names = {k: (last[2][k], s) for k,s in self.inputs.items() if k in last[2]}
-        none = [Cause('compile',
-            'another program, of the same operators, shapes, constants and outputs in the same lines: wired differently, or '
-            'inside of a kernel')]
-        return compare(last[0], ops, (last[1], alive) if cost.compiles else ((), ()), names) or none*bool(cost.compiles)
+# %% ../nbs/api/02a_causes.ipynb #5a3c1021
+@patch
+def close(self:OpWatch,
+    phase:str|None, # 'training', 'validation', or None for what belongs to no batch
+    where:str, # Which batch
+    cost:XLACounts, # What it has cost
+):
+    "End a batch: find the causes of what it cost"
+    ops,alive = self.ops,tuple(k for k,_ in self.alive.values())
+    self._begin()
+    if phase is None: return
+    last = self.seen.get(phase)
+    self.seen[phase] = (ops, alive, self.inputs)
+    causes = [_left(o) for o in ops if o.fallbacks or o.reads]
+    rest = cost.to_host - cost.looks - sum(o.reads for o in ops)
+    if rest > 0: causes.append(Cause('transfer', f'{rest} reads of several tensors at once, not by an operator'))
+    if last:
+        causes += _numbers(last[0], ops)
+        if cost.compiles or self.each: causes += self._compiled(last, ops, alive, cost)
+    self._add(list({c.key: c for c in reversed(causes)}.values())[::-1], where)
 
-    @property
-    def table(self) -> pd.DataFrame: # One row for each cause
-        "All causes so far"
-        rows = [dict(cause=c.kind, what=c.what, line=c.line, through=c.site.via, batches=c.times, first=c.where, cure=_cures[c.kind])
-            for c in self.causes.values()]
-        return pd.DataFrame(rows, columns='cause what line through batches first cure'.split())
+@patch
+def _compiled(self:OpWatch, last, ops, alive, cost):
+    names = {k: (last[2][k], s) for k,s in self.inputs.items() if k in last[2]}
+    none = [Cause('compile',
+        'another program, of the same operators, shapes, constants and outputs in the same lines: wired differently, or '
+        'inside of a kernel')]
+    return compare(last[0], ops, (last[1], alive) if cost.compiles else ((), ()), names) or none*bool(cost.compiles)
+
+# %% ../nbs/api/02a_causes.ipynb #5a3c1031
+@patch
+def _add(self:OpWatch, causes, where):
+    for c in causes:
+        if c.key in self.causes: self.causes[c.key].times += 1
+        else:
+            c.where = where
+            self.causes[c.key] = c
+
+@patch(as_prop=True)
+def table(self:OpWatch) -> pd.DataFrame: # One row for each cause
+    "All causes so far"
+    rows = [dict(cause=c.kind, what=c.what, line=c.line, through=c.site.via, batches=c.times, first=c.where, cure=_cures[c.kind])
+        for c in self.causes.values()]
+    return pd.DataFrame(rows, columns='cause what line through batches first cure'.split())
 
 # %% ../nbs/api/02a_causes.ipynb #d57973f2
 def _left(op):

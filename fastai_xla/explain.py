@@ -130,7 +130,7 @@ def _dry_fit(learn, n, *cbs):
         raise RuntimeError("This learner is not on an XLA device, and it is there that a step is looked at. Call `learn.to_xla()` first.")
     with unchanged(learn), learn.no_bar(), learn.no_logging():
         learn.xla_opt.log = CostLog()
-        learn.remove_cbs([cb for cb in learn.cbs if isinstance(cb, CSVLogger)])   # it begins its file anew in every fit
+        learn.remove_cbs([cb for cb in learn.cbs if isinstance(cb, CSVLogger)])   # it begins its file again in every fit
         learn.fit(1, cbs=[*cbs, _Dry(n)])
         return learn.xla_opt.log
 
@@ -146,12 +146,12 @@ def xla_report(self:Learner,
     return report
 
 # %% ../nbs/api/08a_explain.ipynb #9576ffb0
-_mended = lambda: {op for l in lowerings.values() if l.active for op,*_ in l.kernels}
+_lowered = lambda: {op for l in lowerings.values() if l.active for op,*_ in l.kernels}
 
-def _ran_on(op, mended):
+def _ran_on(op, lowered):
     if op.fallbacks: return 'CPU'
     names = op.func._schema.name.split('::')[1],op.func.name().split('::')[1]
-    return 'XLA, by fastai_xla' if any(n in mended for n in names) else 'XLA'
+    return 'XLA, by fastai_xla' if any(n in lowered for n in names) else 'XLA'
 
 @patch
 def show_lowering_ops(self:Learner,
@@ -160,10 +160,10 @@ def show_lowering_ops(self:Learner,
     "Operators of a training step, how often each is called, and where it runs. Nothing of the learner is changed"
     cb = XLAReportCallback(warn=False, watch=OpWatch())
     _dry_fit(self, n, cb)
-    ops,mended = cb.watch.seen['training'][0],_mended()
+    ops,lowered = cb.watch.seen['training'][0],_lowered()
     rows = {}
     for o in ops:
-        r = rows.setdefault((o.name, _ran_on(o, mended)), dict(calls=0, lines=[]))
+        r = rows.setdefault((o.name, _ran_on(o, lowered)), dict(calls=0, lines=[]))
         r['calls'] += 1
         if o.fallbacks: r['lines'].append(o.site)
     table = [dict(operator=op, runs=runs, calls=r['calls'], line='; '.join(map(str, uniqueify(r['lines']))))

@@ -97,7 +97,7 @@ def _instr(line):
     return Instr(m.group(2), shapes_in(shape), opcode, re.findall(r'%([\w.\-]+)', rest[i:j]), rest[j+1:], rest[i+1:j], bool(m.group(1)))
 
 def _reached(instrs):
-    "Without what nothing uses, which the compiler drops: torch_xla writes down all gradients of a convolution, wanted or not"
+    "Without what nothing uses, which the compiler drops: torch_xla traces all gradients of a convolution, wanted or not"
     need = {i.name for i in instrs if i.root}
     for i in reversed(instrs): need |= set(i.operands) if i.name in need else set()
     return [i for i in instrs if i.name in need or i.opcode == 'parameter']
@@ -196,7 +196,7 @@ class Node:
         op:str, # e.g. 'aten::mm'
         shapes:list, # Shapes of its result
         ins:list, # Numbers of the operators it takes
-        scope:str='', # The `graph_scope` it was written down in
+        scope:str='', # The `graph_scope` it was traced in
         line:str='', # Function and line
         root:bool=False, # Is it a result of the program?
     ): store_attr()

@@ -42,7 +42,7 @@ from .lowerings.all import register_lowerings
 # %% ../nbs/api/07_learner.ipynb #9c0526e3
 def _opt_params(opt): return [p for pg in opt.param_lists for p in pg]
 
-def _strangers(learn):
+def _other_params(learn):
     own = {id(p) for m in modules_of(learn) for p in m.parameters()}
     return [p for p in _opt_params(learn.opt) if id(p) not in own]
 
@@ -72,8 +72,8 @@ def settle(
         if m is not None: explain_mixed(m)
     learn.xla_opt.hidden()
     if learn.opt is None: return
-    if _strangers(learn) and not isinstance(learn.opt_func, OptimWrapper): _renew_opt(learn)
-    lost = [p for p in _strangers(learn) if not is_xla(p)]
+    if _other_params(learn) and not isinstance(learn.opt_func, OptimWrapper): _renew_opt(learn)
+    lost = [p for p in _other_params(learn) if not is_xla(p)]
     if lost:
         raise RuntimeError(f"The optimizer holds {len(lost)} parameters (the first of shape {tuple(lost[0].shape)}, "
                            f"on {lost[0].device}) that are not the model's: on XLA they would train nothing, silently. "
@@ -82,7 +82,7 @@ def settle(
 
 # %% ../nbs/api/07_learner.ipynb #7dfd670e
 class XLAOptCallback(Callback):
-    "The optimizer's state before the first step, a sync at the end of each batch that was not replayed, and the books for `xla_report`"
+    "The optimizer's state before the first step, a sync at the end of each batch that was not replayed, and the cost log for `xla_report`"
     order,remove_on_fetch = 1000,False
     def __init__(self,
         device:torch.device, # XLA device of the learner
@@ -99,9 +99,9 @@ class XLAOptCallback(Callback):
         if self.fitting: self.log.between('before the fit')
 
     def settle(self,
-        written:bool=True, # After a replayed step: may something have been written down since?
+        written:bool=True, # After a replayed step: may something have been traced since?
     ):
-        "Compute what is written down. A step that was replayed has been computed and has moved the random state on; is there more?"
+        "Compute what is pending. A step that was replayed has been computed and has moved the random state on; is there more?"
         if not self.ran: sync()
         elif written:
             before = n_executions()
@@ -128,7 +128,7 @@ def before_batch(self:XLAOptCallback):
 @patch
 def after_batch(self:XLAOptCallback):
     learn,replay = self.learn,self.replay
-    self.settle(replay is None or replay.strangers())
+    self.settle(replay is None or replay.user_callbacks())
     if self.fitting:
         self.log.batch('training' if learn.training else 'validation',
                        f'epoch {learn.epoch}, batch {learn.iter}', bool(replay and replay.tracing))
@@ -197,7 +197,7 @@ def _attach(learn, cb): cb.learn,learn.xla_opt = learn,cb
 
 def _recorder(learn, n_steps, replay):
     if not (why := cannot_replay()): return Replay(learn, n_steps, replay is True, replay == 'audit')
-    warnings.warn(f"Steps cannot be recorded and run again here: {why}. Training goes on without, each step traced anew.")
+    warnings.warn(f"Steps cannot be recorded and run again here: {why}. Training goes on without, each step retraced.")
 
 # %% ../nbs/api/07_learner.ipynb #09479c00
 @patch
@@ -216,7 +216,7 @@ def to_xla(self:Learner,
                          f"together once they are recorded, so this takes a number from 1 on, and `replay='auto'`.")
     if cache and (why := use_cache(cache)):
         warnings.warn(f"to_xla(cache='{cache}'): compiled programs are not kept: "
-                      f"{why}. Training goes on, and the next process compiles anew.")
+                      f"{why}. Training goes on, and the next process compiles again.")
     if getattr(self, 'dls', None) is None:
         raise ValueError("This learner has no DataLoaders, and on XLA they send the batches "
                          "to the device. Set `learn.dls` first, then call `learn.to_xla()`.")

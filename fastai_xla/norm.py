@@ -67,6 +67,10 @@ class _Normalise(Function):
 def _recomputing(): # Is this forward pass a second one, asked for by `torch.utils.checkpoint` in the middle of a backward pass?
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
+def _at_least_one(update_every):
+    if update_every >= 1: return update_every
+    raise ValueError(f"update_every={update_every}: statistics are computed in one step of so many; 1 computes them always.")
+
 # %% ../nbs/api/03_norm.ipynb #75796094
 class RunningBatchNorm(nn.modules.batchnorm._BatchNorm):
     "Batch normalisation with running statistics, in training too; for input of shape (N,C,*)"
@@ -80,13 +84,10 @@ class RunningBatchNorm(nn.modules.batchnorm._BatchNorm):
         device=None, # Where to put parameters and buffers
         dtype=None, # Type of the parameters; the statistics have float32 or better
     ):
-        if update_every < 1:
-            raise ValueError(f"update_every={update_every}: statistics are computed in one step of so many; 1 computes them always.")
         super().__init__(nf, eps, mom, affine, device=device, dtype=dtype)
-        self.update_every,self.warmup,self.num_batches_tracked = update_every,warmup,None
+        self.update_every,self.warmup,self.num_batches_tracked = _at_least_one(update_every),warmup,None
         for n in ('running_mean', 'running_var'): self._buffers[n] = _wide(self._buffers[n])
         self.register_buffer('count', torch.zeros(1, device=device))
-        self.seen = self.step = 0
 
     def reset_running_stats(self):
         "Forget all samples"
@@ -104,10 +105,6 @@ class RunningBatchNorm(nn.modules.batchnorm._BatchNorm):
         return (f'{self.num_features}, mom={self.momentum}, eps={self.eps}, '
                 f'update_every={self.update_every}, warmup={self.warmup}, affine={self.affine}')
 
-    def _rstd(self):
-        floor = torch.where(self.count < 20, .01, 0.)   # few values may all be equal
-        return (torch.maximum(self.running_var, floor)+self.eps).rsqrt()
-
     def forward(self, x):
         self._check_input_dim(x)
         if not self.training: return _affine(x, self.weight, self.bias, self.running_mean, self._rstd())
@@ -115,14 +112,21 @@ class RunningBatchNorm(nn.modules.batchnorm._BatchNorm):
         if not _recomputing() and (self.update_every == 1 or self.advance(bs)): self._join(x)
         return _Normalise.apply(x, self.weight, self.bias, self.running_mean.clone(), self._rstd(), bs/(bs+.5))
 
-    @torch.no_grad()
-    def _join(self, x):
-        mean,var = _moments(x)
-        fade = 1 if self.momentum is None else (1-self.momentum)**math.sqrt(len(x)/32)
-        self.count.mul_(fade).add_(len(x))
-        t,d = len(x)/self.count,mean-self.running_mean
-        self.running_var.add_(t*(var-self.running_var + (1-t)*d*d))
-        self.running_mean.add_(t*d)
+# %% ../nbs/api/03_norm.ipynb #5a3c2001
+@patch
+def _rstd(self:RunningBatchNorm):
+    floor = torch.where(self.count < 20, .01, 0.)   # few values may all be equal
+    return (torch.maximum(self.running_var, floor)+self.eps).rsqrt()
+
+@patch
+@torch.no_grad()
+def _join(self:RunningBatchNorm, x):
+    mean,var = _moments(x)
+    fade = 1 if self.momentum is None else (1-self.momentum)**math.sqrt(len(x)/32)
+    self.count.mul_(fade).add_(len(x))
+    t,d = len(x)/self.count,mean-self.running_mean
+    self.running_var.add_(t*(var-self.running_var + (1-t)*d*d))
+    self.running_mean.add_(t*d)
 
 # %% ../nbs/api/03_norm.ipynb #d37c6170
 class RunningBatchNorm1d(RunningBatchNorm, nn.BatchNorm1d):
@@ -149,7 +153,7 @@ def step_key(self:RunningBatchNorm,
     return tuple(self.update_every == 1 or self._due(seen, self.step+i) for i,seen in enumerate(accumulate([self.seen, *sizes])))
 
 @patch
-@torch._disable_dynamo   # a compiled graph would be compiled anew for each value of the counters
+@torch._disable_dynamo   # a compiled graph would recompile for each value of the counters
 def advance(self:RunningBatchNorm,
     n:int, # Samples in the batch
 ) -> bool: # Does this forward pass compute statistics?

@@ -57,7 +57,7 @@ def _looks(cb):
     return (_acts(cb, ('before_batch',)) and not isinstance(cb, _folds) and cb is not cb.learn.xla_opt
             and not (isinstance(cb, GatherPredsCallback) and not cb.with_input))
 
-def _is_stranger(cb):
+def _is_user_callback(cb):
     return (not type(cb).__module__.startswith(('fastai.', 'fastai_xla.'))
             and _acts(cb, ('before_batch', 'after_batch', 'after_cancel_batch', *in_step)))
 
@@ -111,7 +111,7 @@ class Replay:
         self.moving = set()   # reasons that hold for one fit
         self.given = None   # what metrics within the step were computed of
         self.cbs,self.acts = None,{}   # callbacks as they were, and who of them acts on what
-        self.reason,self.plain = '',Counter()   # why the last batch was stepped plainly; reason -> batches of this fit
+        self.reason,self.plain = '',Counter()   # why the last batch was retraced; reason -> batches of this fit
         self.open = False   # within a batch of `one_batch`, and not one that the user has taken apart
         self.looping = False   # in fastai's loop, where nobody's code runs between two batches but callbacks'
         self.quiet = False   # in the loop, and no callback runs there that could change what the step depends on
@@ -123,49 +123,56 @@ class Replay:
         self.apart = ''   # why the batch transforms are no part of the step
         self.beside = Counter()   # what ran beside the step -> batches of this fit
 
-    def __reduce__(self): return Replay, (self.learn, self.n_steps, self.warn, self.audited)   # a copy of the learner records anew
+    def __reduce__(self): return Replay, (self.learn, self.n_steps, self.warn, self.audited)   # a copy of the learner records for itself
 
-    def start(self):
-        "Begin a fit"
-        self.plain.clear()
-        self.beside.clear()
-        self.audits.clear()
-        self.cbs = None
-        for key in [k for k in self.held if k not in self.used]: del self.recs[key],self.held[key]   # not used in the last fit
-        for key,recs in self.recs.items():
-            if not isinstance(recs, str): self.recs[key] = [r for r in recs if not r.reads.moved()]
-            elif recs in self.moving: self.recs[key] = []
-        self.used,self.key,self.quiet = set(),None,False
-        self.failed = {True: 0, False: 0}
+# %% ../nbs/api/06b_replay.ipynb #5a3c5001
+@patch
+def start(self:Replay):
+    "Begin a fit"
+    self.plain.clear()
+    self.beside.clear()
+    self.audits.clear()
+    self.cbs = None
+    for key in [k for k in self.held if k not in self.used]: del self.recs[key],self.held[key]   # not used in the last fit
+    for key,recs in self.recs.items():
+        if not isinstance(recs, str): self.recs[key] = [r for r in recs if not r.reads.moved()]
+        elif recs in self.moving: self.recs[key] = []
+    self.used,self.key,self.quiet = set(),None,False
+    self.failed = {True: 0, False: 0}
 
-    def _modules(self): return [m for m in (self.learn.model, loss_module(self.learn)) if m is not None]
+@patch
+def _modules(self:Replay): return [m for m in (self.learn.model, loss_module(self.learn)) if m is not None]
 
-    def _watched(self):
-        "The number of the learner's present state among those seen"
-        roots = self._modules()
-        try:
-            if all(map(is_, roots, self.watch.roots)) and same(self.watch.now(), self.seen[self.state]): return self.state
-        except (AttributeError, KeyError): pass   # not yet watched; an attribute is gone
-        self.watch = Watch(*roots)
-        now = self.watch.now()
-        self.state = next((i for i,o in self.seen.items() if same(now, o)), self.n_seen)
-        if self.state == self.n_seen: self.seen[self.state],self.n_seen = now,self.n_seen+1
-        return self.state
+@patch
+def _watched(self:Replay):
+    "The number of the learner's present state among those seen"
+    roots = self._modules()
+    try:
+        if all(map(is_, roots, self.watch.roots)) and same(self.watch.now(), self.seen[self.state]): return self.state
+    except (AttributeError, KeyError): pass   # not yet watched; an attribute is gone
+    self.watch = Watch(*roots)
+    now = self.watch.now()
+    self.state = next((i for i,o in self.seen.items() if same(now, o)), self.n_seen)
+    if self.state == self.n_seen: self.seen[self.state],self.n_seen = now,self.n_seen+1
+    return self.state
 
-    def optimizers(self) -> list: # The learner's optimizer and those in it, the innermost last; none in validation
-        opt = self.learn.opt
-        if opt is None or not self.learn.training: return []
-        return [opt, opt.opt] if isinstance(opt, (Lookahead, OptimWrapper)) else [opt]
+# %% ../nbs/api/06b_replay.ipynb #5a3c5011
+@patch
+def optimizers(self:Replay) -> list: # The learner's optimizer and those in it, the innermost last; none in validation
+    opt = self.learn.opt
+    if opt is None or not self.learn.training: return []
+    return [opt, opt.opt] if isinstance(opt, (Lookahead, OptimWrapper)) else [opt]
 
-    def _metrics(self):
-        "The recorder's metrics: those that are sums, and others"
-        rec = getattr(self.learn, 'recorder', None)
-        if rec is None or rec not in self.learn.cbs or not len(self.learn.yb): return [],[]
-        mets = rec._train_mets if self.learn.training else rec._valid_mets
-        # ahead of the recorder, which then does not hear of the batch
-        late = self.late or any(cb.order < rec.order for cb in self.acting('cuts a batch short', _cuts))
-        sums = [m for m in mets if any(type(m).accumulate is c.accumulate for c in _sums) and m not in on_host and not late]
-        return sums,[m for m in mets if m not in sums]
+@patch
+def _metrics(self:Replay):
+    "The recorder's metrics: those that are sums, and others"
+    rec = getattr(self.learn, 'recorder', None)
+    if rec is None or rec not in self.learn.cbs or not len(self.learn.yb): return [],[]
+    mets = rec._train_mets if self.learn.training else rec._valid_mets
+    # ahead of the recorder, which then does not hear of the batch
+    late = self.late or any(cb.order < rec.order for cb in self.acting('cuts a batch short', _cuts))
+    sums = [m for m in mets if any(type(m).accumulate is c.accumulate for c in _sums) and m not in on_host and not late]
+    return sums,[m for m in mets if m not in sums]
 
 # %% ../nbs/api/06b_replay.ipynb #9d55a83f
 def hypers_of(
@@ -213,9 +220,9 @@ def folds(self:Replay) -> bool:
     return not any(cb.run_train if training else cb.run_valid for cb in self.acting('looks at the batch', _looks))
 
 @patch
-def strangers(self:Replay) -> bool:
-    "Are there callbacks, not of fastai, that may have written down something in this batch?"
-    return bool(self.acting('a stranger', _is_stranger))
+def user_callbacks(self:Replay) -> bool:
+    "Are there user callbacks that may have traced something in this batch?"
+    return bool(self.acting('a user callback', _is_user_callback))
 
 @patch
 def _look(self:Replay, again=False):
@@ -469,7 +476,7 @@ def _refuse(self:Replay, e):
     final = not getattr(e, 'again', True)
     if final: self.moving.add(why)
     self.recs[self.key] = self.kind = why if final or self.why[why] > 1 else []
-    if self.warn and self.kind: warnings.warn(f"Steps cannot be replayed, and each is traced anew: {why}.")
+    if self.warn and self.kind: warnings.warn(f"Steps cannot be replayed, and each is retraced: {why}.")
     if self.mixed and not torch.is_autocast_enabled('xla'): self.mixed.autocast.__enter__()
 
 @patch
@@ -507,13 +514,34 @@ def names_of(
 @patch
 def after_step(self:Replay):
     "Note that callbacks have left something to compute after a replayed step"
-    self.beside[f"what {names_of(self.acting('a stranger', _is_stranger))} computes around the step"] += 1
+    self.beside[f"what {names_of(self.acting('a user callback', _is_user_callback))} computes around the step"] += 1
 
 @patch
 def _before_step(self:Replay):
     "What has made the batch that the step is given?"
     if cbs := self.acting('looks at the batch', _looks): return f"what {names_of(cbs)} computes in before_batch"
     return f"the batch transforms, which the step cannot hold: {self.apart}" if self.apart else "the batch transforms"
+
+# %% ../nbs/api/06b_replay.ipynb #5a3c8001
+@patch
+def _proved(self:Replay, rec, recs, inputs):
+    "The recording `rec`, or a new one where it is `None`; proved by a second trace, and audited where that is due"
+    self.tracing = rec is None or not rec.proved
+    if rec is None:
+        if len(moved := [r.moved for r in recs if r.moved]) > 1:
+            raise Refused(f"{moved[0]}, which the step reads, has another value time and again; a number that changes "
+                          f"may be one of the learner's, as `learn.alpha`: those are inputs of the recording", again=False)
+        if len(recs) == 4: raise Refused("Python numbers decide what the step does, each time otherwise")
+        rec = self._record(inputs)
+        recs.append(rec)
+        rec.audited = self.passes
+        if not rec.ready(): raise Refused(f"{rec.moved or 'a number'}, which the step reads, has another value each time")
+    elif not rec.proved:
+        rec.verify(inputs)
+        rec.proved = True
+        rec.ready()
+    elif self._audit_due(rec): self._audit(rec, recs, inputs)
+    return rec
 
 # %% ../nbs/api/06b_replay.ipynb #22ac884c
 @patch
@@ -535,27 +563,12 @@ def batch(self:Replay) -> bool: # Has the step been done?
         self.beside[self._before_step()] += 1
     for m in self.mets: _zeros(m, learn.xla_opt.device)
     rec = next((r for r in recs if r.ready(self.same)), None)
-    try:
-        self.tracing = rec is None or not rec.proved
-        if rec is None:
-            if len(moved := [r.moved for r in recs if r.moved]) > 1:
-                raise Refused(f"{moved[0]}, which the step reads, has another value time and again; a number that changes "
-                              f"may be one of the learner's, as `learn.alpha`: those are inputs of the recording", again=False)
-            if len(recs) == 4: raise Refused("Python numbers decide what the step does, each time otherwise")
-            rec = self._record(inputs)
-            recs.append(rec)
-            rec.audited = self.passes
-            if not rec.ready(): raise Refused(f"{rec.moved or 'a number'}, which the step reads, has another value each time")
-        elif not rec.proved:
-            rec.verify(inputs)
-            rec.proved = True
-            rec.ready()
-        elif self._audit_due(rec): self._audit(rec, recs, inputs)
+    try: rec = self._proved(rec, recs, inputs)
     except Exception as e:
         self._refuse(e)
         return False
     if rec.proved: self.failed[learn.training] = 0
-    self.shared = (learn.iter == 0 or self.shared or self.strangers()) and not rec.alone()
+    self.shared = (learn.iter == 0 or self.shared or self.user_callbacks()) and not rec.alone()
     if self.shared:
         self.reason = aliased
         self.why[self.reason] += 1
@@ -592,7 +605,7 @@ def _run(self:Replay, rec, inputs):
     for m in self.others:
         if m in on_host: self.beside[f"the metric {m.name}, with numpy on the host, for which predictions are fetched"] += 1
     self.advance()
-    if not self.later and self.strangers():   # numbers that they draw go on from those of the step
+    if not self.later and self.user_callbacks():   # numbers that they draw go on from those of the step
         manual_seed(after_draws(rng, rec.n_draws))
         self.moved,self.ran_at = True,n_moves()
     for m,n in rec.advances: m.advance(n)

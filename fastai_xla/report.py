@@ -65,7 +65,7 @@ class XLAReport:
     "What a fit has cost on the XLA device; a table in a notebook, text in a terminal"
     def __init__(self,
         log:CostLog|None=None, # Books of the fit
-        plain:dict|None=None, # Why batches were traced anew instead of replayed -> how many
+        plain:dict|None=None, # Why batches were retraced instead of replayed -> how many
         beside:dict|None=None, # What ran as a program of its own beside a replayed step -> in how many batches
     ):
         self.log,self.plain,self.beside = log or CostLog(),plain or {},beside or {}

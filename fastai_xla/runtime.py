@@ -160,7 +160,7 @@ def programs_to(
 def sync(
     wait:bool=False, # Wait until the device has finished? Otherwise the host goes on while the device computes
 ):
-    "Compile (if the graph is new) and run everything that has been written down since the last sync"
+    "Compile (if the graph is new) and run everything that has been traced since the last sync"
     for f in _takers: f([], [])
     torch_xla.sync(wait=wait)
 
@@ -176,7 +176,7 @@ class XLACounts:
         compiles:int=0, # Graphs compiled
         executions:int=0, # Graphs run
         to_host:int=0, # Transfers from the device to the host
-        looks:int=0, # Those of `to_host` that were `look`s: by the clock, of a finished number, for a person to see
+        looks:int=0, # Those of `to_host` that were `look`s: progress-bar reads, of a finished number
         to_device:int=0, # Transfers from the host to the device
         compile_s:float=0., # Seconds of compiling
         fallbacks:Counter|None=None, # Operators without an XLA kernel that ran on the CPU -> how often
@@ -392,7 +392,7 @@ def _core(name):
 def pending(
     ts:list, # XLA tensors
 ) -> list: # A bool for each
-    "Which of `ts` are written down and not yet computed?"
+    "Which of `ts` are pending, that is traced and not yet computed?"
     return _core('_check_tensor_need_materialization')(ts)
 
 def graph_text(
@@ -428,7 +428,7 @@ def graph_hash(
 
 @contextmanager
 def graph_debug():
-    "Within the block, operators are written down with the Python line they come from, and with their `graph_scope`"
+    "Within the block, operators are traced with the Python line they come from, and with their `graph_scope`"
     was = _core('_get_ir_debug')()
     _core('_set_ir_debug')(True)
     try: yield
@@ -438,7 +438,7 @@ def graph_debug():
 def graph_scope(
     name:str, # What to call the operators' group
 ):
-    "Within the block, under `graph_debug`, operators are written down as a group's; torch_xla puts `.` and a number behind its name"
+    "Within the block, under `graph_debug`, operators are traced as a group's; torch_xla puts `.` and a number behind its name"
     scope = _core('profiler').scope_pusher(name)
     try: yield
     finally: del scope
@@ -616,11 +616,11 @@ def n_moves() -> int:
     return n_syncs() + _advances[0]
 
 def settle_tensors():
-    "Compute what is written down, without moving the random state on"
+    "Compute what is pending, without moving the random state on"
     _XLAC._xla_sync_live_tensors(_here(), [], False)
 
 def drop_pending():
-    "Forget what is written down and not computed. Tensors that wait for it must not be used again"
+    "Forget what is pending. Tensors of it must not be used again"
     _XLAC._clear_pending_irs(_here())
 
 @contextmanager

@@ -164,7 +164,7 @@ def annealed_hidden():
     ('host randomness', with_cbs(Draws), 'random numbers on the host'), ('a changing number', annealed, 'scale.*has another value'),
     ('a hidden number', annealed_hidden, 'constant of the graph changes')])
 def test_not_replayed(name, make, why):
-    "What a recording would freeze or leave out is stepped plainly, with the reason"
+    "What a recording would freeze or leave out is retraced, with the reason"
     log.clear()
     learn,probe = compare(make)
     assert any(re.search(why, w) for w in learn.xla_opt.replay.why), learn.xla_opt.replay.why

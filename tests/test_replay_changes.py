@@ -554,7 +554,7 @@ def test_control(name, monkeypatch):
     with pytest.raises(AssertionError, match='differ'): compare(make, story)
 
 def test_untracked_lr(monkeypatch):
-    "With one guard less, the next one finds it: the number is a constant that changes, and the step is stepped plainly"
+    "With one guard less, the next one finds it: the number is a constant that changes, and the step is retraced"
     monkeypatch.setattr(Numbers, '_add', all_but_lr)
     learn,counts = compare(learner, one_cycle)
     assert any('constant of the graph changes' in w for w in learn.xla_opt.replay.why)

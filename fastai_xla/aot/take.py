@@ -173,7 +173,7 @@ def take_programs(
         raise RuntimeError("This learner is not on an XLA device, where programs are traced. Call `learn.to_xla()` first.")
     valid = valid and len(learn.dls.loaders) > 1 and len(learn.dls.valid)
     with unchanged(learn), learn.no_bar(), learn.no_logging():
-        learn.remove_cbs([cb for cb in learn.cbs if isinstance(cb, CSVLogger)])   # it begins its file anew in every fit
+        learn.remove_cbs([cb for cb in learn.cbs if isinstance(cb, CSVLogger)])   # it begins its file again in every fit
         r = learn.xla_opt.replay
         learn.xla_opt.replay = r and type(r)(learn, r.n_steps)
         found = [_taken(learn, _Take(size), partial(learn.fit, 1))]

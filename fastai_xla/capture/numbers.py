@@ -35,7 +35,7 @@ class Tape:
         true, # Its value
         hide:bool=True, # Show torch another number? One that it may branch on has to be shown as it is
     ): # A number to put in the place of `true`
-        "A number that is given anew at each step"
+        "A number that is another input at each step"
         res = self._entry(None, key, true, self.rng.uniform(.05, .95) if hide else true + 7919 if key in self._unread else true, hide)
         self.names[key] = res._i
         return res
@@ -145,7 +145,7 @@ def _recording(f):
 
 @contextmanager
 def recorded_math():
-    "Within the block, functions of `math` write down what they do to tracked numbers"
+    "Within the block, functions of `math` record what they do to tracked numbers"
     orig = {n: getattr(math, n) for n in _math}
     for n,f in orig.items(): setattr(math, n, _recording(f))
     try: yield

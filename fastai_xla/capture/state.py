@@ -161,7 +161,7 @@ class Memory:
 # %% ../../nbs/api/05b_capture.state.ipynb #34ffea8d
 @patch
 def _drop_dead(self:Memory):
-    "Leave out aliases whose memory a step has donated: what a module has kept of its last validation, and sets anew before it reads it"
+    "Leave out aliases whose memory a step has donated: what a module has kept of its last validation, and sets again before it reads it"
     def dead(t):
         try: buffers([t])
         except RuntimeError: return True

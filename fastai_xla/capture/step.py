@@ -113,34 +113,39 @@ class Numbers:
             self.first.setdefault(name, (d, k))
             if by_value: self.same.append((d, k, name))
 
-    def show(self,
-        tape:Tape, # Tape to write the numbers down on
-    ):
-        "Put tracked numbers into their places"
-        new,self.tape,whole = {},tape,lambda k: k[0] if type(k) is tuple else k
-        self.was = [(d, whole(k), d[whole(k)]) for d,k,*_ in self.places.values()]
-        for d,k,name,hide in self.places.values():
-            if name not in new: new[name] = tape.name(name, get_number(d, k), hide)
-            if isinstance(d[whole(k)], torch.Tensor):
-                d[k] = torch.Tensor._make_subclass(HostNumber, d[k])   # fastai's `as_subclass` would share the attributes
-                d[k].number = new[name]
-            else: put_number(d, k, new[name])
+# %% ../../nbs/api/05c_capture.step.ipynb #5a3c3001
+@patch
+def show(self:Numbers,
+    tape:Tape, # Tape to record the numbers on
+):
+    "Put tracked numbers into their places"
+    new,self.tape,whole = {},tape,lambda k: k[0] if type(k) is tuple else k
+    self.was = [(d, whole(k), d[whole(k)]) for d,k,*_ in self.places.values()]
+    for d,k,name,hide in self.places.values():
+        if name not in new: new[name] = tape.name(name, get_number(d, k), hide)
+        if isinstance(d[whole(k)], torch.Tensor):
+            d[k] = torch.Tensor._make_subclass(HostNumber, d[k])   # fastai's `as_subclass` would share the attributes
+            d[k].number = new[name]
+        else: put_number(d, k, new[name])
 
-    def show_later(self,
-        j:int, # Which step, from 1
-    ):
-        "Put the hyper-parameters of a later step into their places"
-        for (i,k),v in self.later[j-1].items(): put_number(self.hypers[i], k, self.tape.name((j, i, k), v))
+@patch
+def show_later(self:Numbers,
+    j:int, # Which step, from 1
+):
+    "Put the hyper-parameters of a later step into their places"
+    for (i,k),v in self.later[j-1].items(): put_number(self.hypers[i], k, self.tape.name((j, i, k), v))
 
-    def restore(self):
-        "Put the plain numbers back"
-        for d,k,v in self.was: d[k] = v
+@patch
+def restore(self:Numbers):
+    "Put the plain numbers back"
+    for d,k,v in self.was: d[k] = v
 
-    def values(self) -> dict|None: # Name -> value; `None` where numbers that were one have become different
-        "The numbers as they are now"
-        res = ({n: get_number(d, k) for n,(d,k) in self.first.items()}
-               | {(j, *n): v for j,o in enumerate(self.later, 1) for n,v in o.items()})
-        return res if all(get_number(d, k) == res[n] for d,k,n in self.same) else None
+@patch
+def values(self:Numbers) -> dict|None: # Name -> value; `None` where numbers that were one have become different
+    "The numbers as they are now"
+    res = ({n: get_number(d, k) for n,(d,k) in self.first.items()}
+           | {(j, *n): v for j,o in enumerate(self.later, 1) for n,v in o.items()})
+    return res if all(get_number(d, k) == res[n] for d,k,n in self.same) else None
 
 # %% ../../nbs/api/05c_capture.step.ipynb #5727bc48
 aliased = ("somebody holds an alias or a view of what the step updates, such as `p.detach()` of a parameter; "
@@ -152,7 +157,7 @@ class Trace:
     def __init__(self,
         fn, # The step: takes its number among those that are recorded as one, from 0, and returns tensors in lists, tuples and dicts
         places, # Function that gives the `Places` of the step
-        inputs:list, # XLA tensors that are given anew to each step
+        inputs:list, # XLA tensors that are other ones at each step
         numbers:Numbers, # Python numbers that may change
         seed:int, # For the numbers that torch is shown
         then=noop, # Called with the trace while its graph is there
@@ -166,15 +171,7 @@ class Trace:
         self.reads = Reads([*before.keys, *map(id, numbers.dicts)], numbers.places)
         numbers.show(self.tape)
         try:
-            if any(n_holders([self.memory.tensors[i] for i in self.memory.weights])): raise Refused(aliased)   # a trace would part them
-            try:
-                with (no_host_draws(), shared_scalars(), recorded_math(), torch.autograd.set_multithreading_enabled(False),
-                      no_effects(self.reads) if watched else nullcontext()):
-                    outs = [self._step(fn, j, numbers) for j in range(len(numbers.later)+1)]
-            finally: changed = self.reads.restore()
-            if changed:
-                raise Refused(f"{changed} changes within the step; in `before_batch` "
-                              f"and `after_batch` callbacks run as Python at every batch")
+            outs = self._steps(fn, numbers, watched)
             self.n_draws = n_draws(self.seeds[-1], rng_state())
             c = xla_counts() - c0
             if c.fallbacks: raise Refused(f"operators without an XLA kernel run on the CPU: {', '.join(c.fallbacks)}")
@@ -190,13 +187,29 @@ class Trace:
             self.roots = self.memory.kept = None
             drop_pending()
 
-    def _step(self, fn, j, numbers):
-        if j:
-            manual_seed(self.seeds[-1])
-            advance_rng()
-            self.seeds.append(rng_state())
-            numbers.show_later(j)
-        return fn(j)
+# %% ../../nbs/api/05c_capture.step.ipynb #5a3c7001
+@patch
+def _steps(self:Trace, fn, numbers, watched):
+    "What each step returns, of those that are recorded as one"
+    if any(n_holders([self.memory.tensors[i] for i in self.memory.weights])): raise Refused(aliased)   # a trace would part them
+    try:
+        with (no_host_draws(), shared_scalars(), recorded_math(), torch.autograd.set_multithreading_enabled(False),
+              no_effects(self.reads) if watched else nullcontext()):
+            outs = [self._step(fn, j, numbers) for j in range(len(numbers.later)+1)]
+    finally: changed = self.reads.restore()
+    if changed:
+        raise Refused(f"{changed} changes within the step; in `before_batch` "
+                      f"and `after_batch` callbacks run as Python at every batch")
+    return outs
+
+@patch
+def _step(self:Trace, fn, j, numbers):
+    if j:
+        manual_seed(self.seeds[-1])
+        advance_rng()
+        self.seeds.append(rng_state())
+        numbers.show_later(j)
+    return fn(j)
 
 # %% ../../nbs/api/05c_capture.step.ipynb #204a5901
 @patch
@@ -309,7 +322,7 @@ def _is(v, c):
 
 # %% ../../nbs/api/05c_capture.step.ipynb #624bd602
 class Recording:
-    "A step as one compiled graph, with the books that its Python would have kept"
+    "A step as one compiled graph, with the counters that its Python would have moved on"
     def __init__(self,
         fn, # As for `Trace`
         places, # As for `Trace`
@@ -343,54 +356,59 @@ class Recording:
         self.updated = [(trace.memory.readers[i][0], r) for i,r in self.updated]
         self._plan()
 
-    def _compare(self, other):
-        "Refuse unless `other`, a trace of the same step with other numbers, gives the same graph, its constants explained"
-        if other.hash != self.hash or len(other.names) != len(self.names): raise Refused("the graph of the step is not the same each time")
-        self.names = [{n: r for n,r in a.items() if n in b} for a,b in zip(self.names, other.names)]
-        if not all(self.names): raise Refused("the step does not find its inputs in the same places each time")
-        if other.tape.ops != self.tape.ops or other.tape.guards != self.tape.guards:
-            raise Refused("the step computes its Python numbers in different ways")
-        for k,c in other.consts.items():
-            self.meanings[k] = self.meanings.get(k, set()) & other.meanings.get(k, set())
-            self._doubt(k, c)
-            if not self.meanings[k] and not torch.equal(torch.nan_to_num(self.consts[k]), torch.nan_to_num(c)):
-                what = (f"the number {self.consts[k].item():.7g} is {c.item():.7g} the next time" if c.dim() == 0
-                        else f"a tensor of shape {tuple(c.shape)} that the step makes on the host has other values the next time")
-                raise Refused("a constant of the graph changes from step to step", f": {what}")
+# %% ../../nbs/api/05c_capture.step.ipynb #5a3c4001
+@patch
+def _compare(self:Recording, other):
+    "Refuse unless `other`, a trace of the same step with other numbers, gives the same graph, its constants explained"
+    if other.hash != self.hash or len(other.names) != len(self.names): raise Refused("the graph of the step is not the same each time")
+    self.names = [{n: r for n,r in a.items() if n in b} for a,b in zip(self.names, other.names)]
+    if not all(self.names): raise Refused("the step does not find its inputs in the same places each time")
+    if other.tape.ops != self.tape.ops or other.tape.guards != self.tape.guards:
+        raise Refused("the step computes its Python numbers in different ways")
+    for k,c in other.consts.items():
+        self.meanings[k] = self.meanings.get(k, set()) & other.meanings.get(k, set())
+        self._doubt(k, c)
+        if not self.meanings[k] and not torch.equal(torch.nan_to_num(self.consts[k]), torch.nan_to_num(c)):
+            what = (f"the number {self.consts[k].item():.7g} is {c.item():.7g} the next time" if c.dim() == 0
+                    else f"a tensor of shape {tuple(c.shape)} that the step makes on the host has other values the next time")
+            raise Refused("a constant of the graph changes from step to step", f": {what}")
 
-    def _doubt(self, k, c):
-        """A constant that equals a number shown as it is may be that number, or not
+@patch
+def _doubt(self:Recording, k, c):
+    """A constant that equals a number shown as it is may be that number, or not
 
-        It is a constant until the number changes, and then looked at again"""
-        self.doubts.pop(k, None)
-        certain = any(self.tape.hidden[i] for i in self.meanings[k]) or not torch.equal(self.consts[k], c)
-        if self.meanings[k] and not certain: self.doubts[k] = {i: self.tape.true[i] for i in self.meanings[k]}
+    It is a constant until the number changes, and then looked at again"""
+    self.doubts.pop(k, None)
+    certain = any(self.tape.hidden[i] for i in self.meanings[k]) or not torch.equal(self.consts[k], c)
+    if self.meanings[k] and not certain: self.doubts[k] = {i: self.tape.true[i] for i in self.meanings[k]}
 
-    def _plan(self):
-        "Where each input of the graph is found in the pool of state, random state, constants, numbers and batch"
-        known = {k: m for k,m in self.meanings.items() if m and k not in self.doubts}
-        scalars = {(min(m), self.consts[k].dtype) for k,m in known.items()}
-        self.scalars,self.sent = list(scalars),[None]*len(scalars)
-        fixed = [k for k in self.consts if k not in known]
-        states = [(k, next(iter(self.names[k].values()))) for k,(kind,_) in enumerate(self.sources) if kind == 'state']
-        states.sort(key=lambda o: o[1][0] is not item)   # most are found without a call
-        self.items,self.readers = [r[1:] for _,r in states if r[0] is item],[r for _,r in states if r[0] is not item]
-        replaced = {(id(d), k) for d,k,*_ in self.replaced}
-        self.attrs = [(r, self.shapes[k]) for k,r in states if not (r[0] is item and id(r[1]) in self.of_modules)]
-        # the step itself may leave another shape or dtype there
-        self.own = [(r, shape) for r,shape in self.attrs if len(r) > 2 and (id(r[1]), r[2]) in replaced]
-        at = {(f, *map(id, a)): i for i,(_,(f,*a)) in enumerate(states)}
-        self.in_place = [(at[key], r) for (f,*a),r in self.updated if (key := (f, *map(id, a))) in at]
-        self.elsewhere = [((f, *a), r) for (f,*a),r in self.updated if (f, *map(id, a)) not in at]
-        states,self.fixed = [k for k,_ in states],[self.kept[k] for k in fixed]
-        self.draws = sorted({i for kind,i in self.sources if kind == 'seed'})   # which of the steps use random numbers
-        n = len(states) + len(self.draws)
-        place = {k: j for j,k in enumerate(states)} | {k: n+j for j,k in enumerate(fixed)}
-        n += len(fixed)
-        place |= {k: n + self.scalars.index((min(m), self.consts[k].dtype)) for k,m in known.items()}
-        n += len(scalars)
-        self.order = [place[k] if k in place else len(states) + self.draws.index(i) if kind == 'seed' else n+i
-                      for k,(kind,i) in enumerate(self.sources)]
+# %% ../../nbs/api/05c_capture.step.ipynb #5a3c4011
+@patch
+def _plan(self:Recording):
+    "Where each input of the graph is found in the pool of state, random state, constants, numbers and batch"
+    known = {k: m for k,m in self.meanings.items() if m and k not in self.doubts}
+    scalars = {(min(m), self.consts[k].dtype) for k,m in known.items()}
+    self.scalars,self.sent = list(scalars),[None]*len(scalars)
+    fixed = [k for k in self.consts if k not in known]
+    states = [(k, next(iter(self.names[k].values()))) for k,(kind,_) in enumerate(self.sources) if kind == 'state']
+    states.sort(key=lambda o: o[1][0] is not item)   # most are found without a call
+    self.items,self.readers = [r[1:] for _,r in states if r[0] is item],[r for _,r in states if r[0] is not item]
+    replaced = {(id(d), k) for d,k,*_ in self.replaced}
+    self.attrs = [(r, self.shapes[k]) for k,r in states if not (r[0] is item and id(r[1]) in self.of_modules)]
+    # the step itself may leave another shape or dtype there
+    self.own = [(r, shape) for r,shape in self.attrs if len(r) > 2 and (id(r[1]), r[2]) in replaced]
+    at = {(f, *map(id, a)): i for i,(_,(f,*a)) in enumerate(states)}
+    self.in_place = [(at[key], r) for (f,*a),r in self.updated if (key := (f, *map(id, a))) in at]
+    self.elsewhere = [((f, *a), r) for (f,*a),r in self.updated if (f, *map(id, a)) not in at]
+    states,self.fixed = [k for k,_ in states],[self.kept[k] for k in fixed]
+    self.draws = sorted({i for kind,i in self.sources if kind == 'seed'})   # which of the steps use random numbers
+    n = len(states) + len(self.draws)
+    place = {k: j for j,k in enumerate(states)} | {k: n+j for j,k in enumerate(fixed)}
+    n += len(fixed)
+    place |= {k: n + self.scalars.index((min(m), self.consts[k].dtype)) for k,m in known.items()}
+    n += len(scalars)
+    self.order = [place[k] if k in place else len(states) + self.draws.index(i) if kind == 'seed' else n+i
+                  for k,(kind,i) in enumerate(self.sources)]
 
 # %% ../../nbs/api/05c_capture.step.ipynb #222b0012
 @patch

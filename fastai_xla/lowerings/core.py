@@ -1,4 +1,4 @@
-"""ATen operators that torch_xla lacks or gets wrong, mended where they are dispatched
+"""ATen operators that torch_xla lacks or gets wrong, replaced where they are dispatched
 
 Docs: https://fastai-xla.github.io/fastai_xla/api/lowerings.core.html.md"""
 
@@ -31,7 +31,7 @@ lowerings = {}   # name -> Lowering
 
 # %% ../../nbs/api/01_lowerings.core.ipynb #b829d19f
 class Lowering:
-    "Kernels that mend one fault: probed, registered and taken back together"
+    "Kernels that fix one fault: probed, registered and taken back together"
     def __init__(self,
         name:str, # Name in `lowerings`
         needed:callable, # Probe: does this torch_xla have the fault? Runs at the import, so it must not touch the device

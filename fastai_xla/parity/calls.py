@@ -119,19 +119,6 @@ class Recorder(TorchFunctionMode):
         super().__init__()
         self.paths,self.calls,self.stack,self.paused = {m: n for n,m in model.named_modules()},[],[],False
 
-    def _begin(self, fn, name, args, kwargs, module=None):
-        owner = self.stack[-1] if self.stack else None
-        path = self.paths.get(module, owner.path if owner else 'loss')
-        with torch._C.DisableTorchFunction(): call = Call(path, fn, name, args, kwargs, module, owner)
-        self.calls.append(call)
-        return call
-
-    def _end(self, call, out):
-        with torch._C.DisableTorchFunction():
-            call.outputs = _kept(out)
-            for n,t in floats(out).items():
-                if t.requires_grad: t.register_hook(partial(call.grads.__setitem__, n))
-
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs,name = kwargs or {},getattr(func, '__name__', str(func))
         if self.paused or name in _not_calls or not floats([args, kwargs]): return func(*args, **kwargs)
@@ -142,56 +129,79 @@ class Recorder(TorchFunctionMode):
         else: self.calls.remove(call)
         return res
 
-    def _watched(self, call, args, kwargs):
-        "The same tensors under another name, so that the gradients from this call alone can be seen"
-        def watch(n, t):
-            if not (t.is_floating_point() and t.requires_grad and torch.is_grad_enabled()): return t
-            w = t.view_as(t)
-            w.__dict__.update(t.__dict__)
-            w.register_hook(partial(call.in_grads.__setitem__, n))
-            return w
-        new = walk(dict(args=args, kwargs=kwargs), watch)
-        return new['args'],new['kwargs']
+# %% ../../nbs/api/12c_parity.calls.ipynb #5a3c6001
+@patch
+def _begin(self:Recorder, fn, name, args, kwargs, module=None):
+    owner = self.stack[-1] if self.stack else None
+    path = self.paths.get(module, owner.path if owner else 'loss')
+    with torch._C.DisableTorchFunction(): call = Call(path, fn, name, args, kwargs, module, owner)
+    self.calls.append(call)
+    return call
 
-    def _module(self, m, *args, **kwargs):
-        "In place of `nn.Module.__call__`"
-        call = self._begin(m, type(m).__name__, args, kwargs, m)
-        if call.owner: call.owner.children.append(call)
-        args,kwargs = self._watched(call, args, kwargs)
-        self.stack.append(call)
-        try: out = _module_call(m, *args, **kwargs)
-        finally: self.stack.pop()
-        self._end(call, out)
-        call.take_inner()
-        call.repeatable = not _is_sequence(m) and self._repeats(call)
-        if call.repeatable: self.calls = [c for c in self.calls if c.owner is not call or c.module is not None]
-        return out
+@patch
+def _end(self:Recorder, call, out):
+    with torch._C.DisableTorchFunction():
+        call.outputs = _kept(out)
+        for n,t in floats(out).items():
+            if t.requires_grad: t.register_hook(partial(call.grads.__setitem__, n))
 
-    def _repeats(self, call):
-        self.paused = True
-        try:
-            with torch._C.DisableTorchFunction(): return _gives_the_same(call)
-        finally: self.paused = False
+# %% ../../nbs/api/12c_parity.calls.ipynb #5a3c6011
+@patch
+def _watched(self:Recorder, call, args, kwargs):
+    "The same tensors under another name, so that the gradients from this call alone can be seen"
+    def watch(n, t):
+        if not (t.is_floating_point() and t.requires_grad and torch.is_grad_enabled()): return t
+        w = t.view_as(t)
+        w.__dict__.update(t.__dict__)
+        w.register_hook(partial(call.in_grads.__setitem__, n))
+        return w
+    new = walk(dict(args=args, kwargs=kwargs), watch)
+    return new['args'],new['kwargs']
 
-    def _function(self, f, name, *args, **kwargs):
-        "In place of `torch.autograd.Function.apply`"
-        if self.paused: return f(*args, **kwargs)
-        call = self._begin(f, name, args, kwargs)
-        self.paused = True
-        try: out = f(*args, **kwargs)
-        finally: self.paused = False
-        self._end(call, out)
-        return out
+@patch
+def _module(self:Recorder, m, *args, **kwargs):
+    "In place of `nn.Module.__call__`"
+    call = self._begin(m, type(m).__name__, args, kwargs, m)
+    if call.owner: call.owner.children.append(call)
+    args,kwargs = self._watched(call, args, kwargs)
+    self.stack.append(call)
+    try: out = _module_call(m, *args, **kwargs)
+    finally: self.stack.pop()
+    self._end(call, out)
+    call.take_inner()
+    call.repeatable = not _is_sequence(m) and self._repeats(call)
+    if call.repeatable: self.calls = [c for c in self.calls if c.owner is not call or c.module is not None]
+    return out
 
-    @contextmanager
-    def recording(self):
-        "Note what the block does"
-        apply = torch.autograd.Function.__dict__['apply']
-        torch.autograd.Function.apply = classmethod(
-            lambda cls, *args, **kwargs: self._function(partial(apply.__func__, cls), cls.__name__, *args, **kwargs))
-        try:
-            with _calling(self._module), self: yield
-        finally: torch.autograd.Function.apply = apply
+@patch
+def _repeats(self:Recorder, call):
+    self.paused = True
+    try:
+        with torch._C.DisableTorchFunction(): return _gives_the_same(call)
+    finally: self.paused = False
+
+# %% ../../nbs/api/12c_parity.calls.ipynb #5a3c6021
+@patch
+def _function(self:Recorder, f, name, *args, **kwargs):
+    "In place of `torch.autograd.Function.apply`"
+    if self.paused: return f(*args, **kwargs)
+    call = self._begin(f, name, args, kwargs)
+    self.paused = True
+    try: out = f(*args, **kwargs)
+    finally: self.paused = False
+    self._end(call, out)
+    return out
+
+@patch
+@contextmanager
+def recording(self:Recorder):
+    "Note what the block does"
+    apply = torch.autograd.Function.__dict__['apply']
+    torch.autograd.Function.apply = classmethod(
+        lambda cls, *args, **kwargs: self._function(partial(apply.__func__, cls), cls.__name__, *args, **kwargs))
+    try:
+        with _calling(self._module), self: yield
+    finally: torch.autograd.Function.apply = apply
 
 # %% ../../nbs/api/12c_parity.calls.ipynb #1fd3a2ca
 _module_call = nn.Module._wrapped_call_impl
