@@ -1,10 +1,12 @@
 """Each notebook is a test, in a process of its own: what one patches or compiles does not reach the next
 
+The processes are forked from one that has imported what is slow to import, but not fastai_xla; nothing runs in it yet.
 A cell may take as long as it takes.
 
     make test ARGS='-k runtime'                # some of them
     NB_FLAGS='tpu slow' make test              # with the cells marked `#| tpu` and `#| slow`"""
-import os, subprocess, sys
+import multiprocessing, os
+from multiprocessing import forkserver
 from pathlib import Path
 import pytest
 from nbdev.config import get_config
@@ -12,12 +14,30 @@ from nbdev.doclinks import nbglob
 
 root = Path(__file__).resolve().parent.parent
 nbs = get_config(root).nbs_path
-run = ("import sys; from nbdev.test import nbdev_test; "
-       "nbdev_test.__wrapped__(*sys.argv[1:2], flags=sys.argv[2], n_workers=0, cell_timeout=0)")
+slow_imports = ['torch_xla', 'fastai.vision.all', 'fastai.text.all', 'fastai.tabular.all', 'fastai.collab', 'sklearn.datasets',
+                'pandas', 'matplotlib.pyplot', 'execnb.shell', 'nbdev.test', 'pytest']
+
+@pytest.fixture(scope='module')
+def forked():
+    processes = multiprocessing.get_context('forkserver')
+    processes.set_forkserver_preload(slow_imports)
+    with pytest.MonkeyPatch.context() as m:
+        m.delenv('XLA_FLAGS', raising=False)   # which other tests set; notebooks run as users run them
+        forkserver.ensure_running()
+    return processes
+
+def run(nb, log):
+    "In the new process"
+    with open(log, 'w') as f:
+        for fd in (1, 2): os.dup2(f.fileno(), fd)
+    os.chdir(root)
+    from nbdev.test import nbdev_test
+    nbdev_test.__wrapped__(str(nb), flags=os.environ.get('NB_FLAGS', ''), n_workers=0, cell_timeout=0)
 
 @pytest.mark.parametrize('nb', sorted(nbglob(nbs, as_path=True)), ids=lambda o: str(o.relative_to(nbs)))
-def test_notebook(nb):
-    env = {k: v for k,v in os.environ.items() if k != 'XLA_FLAGS'}   # which other tests set; notebooks run as users run them
-    res = subprocess.run([sys.executable, '-c', run, str(nb), os.environ.get('NB_FLAGS', '')],
-                         cwd=root, env=env, capture_output=True, text=True)
-    assert res.returncode == 0, f'{res.stdout}\n{res.stderr}'
+def test_notebook(nb, forked, tmp_path):
+    log = tmp_path/'log.txt'
+    process = forked.Process(target=run, args=(nb, log))
+    process.start()
+    process.join()
+    assert process.exitcode == 0, f'return code {process.exitcode}\n{log.read_text() if log.exists() else ""}'
