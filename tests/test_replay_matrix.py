@@ -84,7 +84,7 @@ def n_runs(learn): return sum(r.runs for r in recordings(learn))
 
 # Models
 
-n_train,n_valid,bs = 100,8,4   # two epochs are 50 steps
+n_train,n_valid,bs = 40,8,4   # two epochs are 20 steps
 
 def _dls(x, y, tfms=None):
     dsets = Datasets(L(range(len(x))), [[x.__getitem__], [y.__getitem__]],
@@ -135,7 +135,8 @@ def tied_learner(**kwargs):
     return _learner(_dls(x, x.flip(1)), Tied(), **kwargs)
 
 def awd_lstm_learner(**kwargs):
-    texts = [topics[k] for k in sorted(topics)][:3]
+    words = ' '.join(topics[k] for k in sorted(topics)).split()
+    texts = [' '.join(words[i:i+100]) for i in range(0, 400, 100)]
     dls = TextDataLoaders.from_df(pd.DataFrame(dict(text=texts)), is_lm=True, text_col='text', valid_pct=.3,
                                   seed=0, tok_tfm=BaseTokenizer(), bs=4, seq_len=8, num_workers=0)
     return language_model_learner(dls, AWD_LSTM, config=awd_lstm_lm_config | dict(emb_sz=8, n_hid=8, n_layers=2),

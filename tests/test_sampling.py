@@ -271,7 +271,7 @@ class Quadratic(nn.Module):
         self.mu,self.a = nn.Parameter(torch.zeros(1)),nn.Parameter(torch.ones(1))
     def forward(self, x): return self.a*(x-self.mu).pow(2).flatten(1).sum(1)/2
 
-def fit_quadratic(noise, n_steps=20, xla=False):
+def fit_quadratic(noise, n_steps=20):
     "An energy of two parameters, trained on 1024 numbers of mean 2 and standard deviation 0.5"
     torch.manual_seed(0)
     data = torch.randn(1024, 1)
@@ -280,13 +280,12 @@ def fit_quadratic(noise, n_steps=20, xla=False):
     cd = ContrastiveDivergence(n_steps, .05, noise, energy=lambda m, x, *y: m(x), n_buffer=1, restart=0., l2=0.)
     learn = Learner(dsets.dataloaders(bs=256, num_workers=0), Quadratic(),
                     loss_func=lambda e, y: e.mean()*0, cbs=cd, opt_func=partial(SGD, mom=0.))
-    if xla: learn.to_xla()
     with learn.no_logging(): learn.fit(40, .5); learn.fit(20, .1)
     return [p.item() for p in learn.model.parameters()]
 
-@pytest.mark.parametrize('xla', [False, True], ids=['cpu', 'xla'])
-def test_training_finds_mean_and_variance(xla):
-    mu,a = fit_quadratic(None, xla=xla)
+def test_training_finds_mean_and_variance():
+    "On the CPU; the documentation of `ContrastiveDivergence` does the same on XLA"
+    mu,a = fit_quadratic(None)
     assert abs(mu-2) < .1 and abs(a-4) < .4
 
 def test_training_with_scaled_noise_finds_the_scaled_energy():
