@@ -1,18 +1,20 @@
 "The same seeds on the CPU and on XLA: losses, metrics, records and weights"
 import math
+from functools import lru_cache
 import numpy as np, pandas as pd, pytest
 from fastai.vision.all import *
 from fastai.tabular.all import *
 from fastai.collab import *
 from fastai_xla.all import *
 from fastai_xla.runtime import fetch
-from fastai_xla.cli import digits_path, digits_dls, digits_model
+from fastai_xla.cli import digits_path, digits_dls
 
 @pytest.fixture(scope='module')
 def digits(tmp_path_factory): return digits_path(tmp_path_factory.mktemp('digits'))
 
 def convnet(digits, **kwargs):
-    return Learner(digits_dls(digits), digits_model(), loss_func=CrossEntropyLossFlat(),
+    model = nn.Sequential(ConvLayer(1, 16), ConvLayer(16, 32, stride=2), nn.AdaptiveAvgPool2d(1), Flatten(), nn.Linear(32, 10))
+    return Learner(digits_dls(digits), model, loss_func=CrossEntropyLossFlat(),
                    metrics=[accuracy, F1Score(average='macro')], **kwargs)
 
 def people():
@@ -55,11 +57,18 @@ def run(make, digits, xla, **kwargs):
     with learn.no_logging(): learn.fit_one_cycle(2, 5e-3)
     return learn
 
-cases = [(convnet, dict(opt_func=partial(SGD, mom=.9))), (convnet, {}), (tabular, {}), (collab, dict(wd=.1)), (collab_nn, {})]
+cases = dict(convnet_sgd=(convnet, dict(opt_func=partial(SGD, mom=.9))), convnet_adam=(convnet, {}), tabular=(tabular, {}),
+             collab=(collab, dict(wd=.1)), collab_nn=(collab_nn, {}))
 
-@pytest.mark.parametrize('make,kwargs', cases, ids=['convnet_sgd', 'convnet_adam', 'tabular', 'collab', 'collab_nn'])
-def test_parity(make, kwargs, digits):
-    a,b = run(make, digits, False, **kwargs),run(make, digits, True, **kwargs)
+@lru_cache
+def runs(case, digits):
+    "Both learners of a case, trained"
+    make,kwargs = cases[case]
+    return [run(make, digits, xla, **kwargs) for xla in (False, True)]
+
+@pytest.mark.parametrize('case', cases)
+def test_parity(case, digits):
+    a,b = runs(case, digits)
     ra,rb = a.recorder,b.recorder
     for x,y in zip(ra.losses[:20], rb.losses[:20]): assert abs(x-y) <= 1e-4*abs(x)
     assert len(ra.losses) == len(rb.losses)
@@ -72,7 +81,12 @@ def test_parity(make, kwargs, digits):
         assert abs(x-y) <= error + 1e-6, (ra.metric_names[i+1], x, y)
     for k,v in a.weights.seen.items():
         if v.numel(): assert (v.float()-b.weights.seen[k].float()).abs().max() <= 5e-3*v.float().abs().max() + 1e-7, k
-    assert str(b.model.state_dict()['0.0.weight' if make is convnet else next(iter(b.model.state_dict()))].device) == 'xla:0'
+    assert str(b.model.state_dict()['0.0.weight' if 'convnet' in case else next(iter(b.model.state_dict()))].device) == 'xla:0'
+
+def test_eval_after_training(digits):
+    "Validation uses the statistics that training has gathered: the losses are the CPU's"
+    a,b = runs('convnet_sgd', digits)
+    for x,y in zip(a.recorder.values, b.recorder.values): assert abs(x[1]-y[1]) <= 1e-4*abs(x[1])
 
 def test_last_epoch_of_the_table(digits):
     "What the user sees is the same row"
@@ -85,8 +99,3 @@ def test_last_epoch_of_the_table(digits):
         learn.fit(1, 1e-3)
     (_,*a,_),(_,*b,_) = rows
     assert [type(o) for o in a] == [type(o) for o in b] and np.allclose(a, b, rtol=2e-2)
-
-def test_eval_after_training(digits):
-    "Validation uses the statistics that training has gathered: the losses are the CPU's"
-    a,b = (run(convnet, digits, xla, opt_func=partial(SGD, mom=.9)) for xla in (False, True))
-    for x,y in zip(a.recorder.values, b.recorder.values): assert abs(x[1]-y[1]) <= 1e-4*abs(x[1])
