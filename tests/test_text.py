@@ -15,9 +15,9 @@ texts = [topics[k] for k in sorted(topics)]
 plain = dict(hidden_p=0., input_p=0., embed_p=0., weight_p=1e-9, output_p=0.)   # no dropout; fastai's own WeightDropout fails at 0
 small = dict(emb_sz=20, n_hid=30)
 
-def lm_dls(n=24, bs=8, seq_len=72):
+def lm_dls(n=10, bs=8, seq_len=24, valid_pct=.3):
     return TextDataLoaders.from_df(pd.DataFrame(dict(text=texts[:n])), is_lm=True, text_col='text',
-                                   valid_pct=.2, seed=0, tok_tfm=BaseTokenizer(), bs=bs, seq_len=seq_len)
+                                   valid_pct=valid_pct, seed=0, tok_tfm=BaseTokenizer(), bs=bs, seq_len=seq_len)
 
 def lm_learner(path='.', dls=None, config=plain, **kwargs):
     set_seed(0)
@@ -66,7 +66,7 @@ def test_lm_parity():
 def test_lm_dropout():
     "With dropout the random draws differ, the perplexity hardly"
     def perplexity(xla, seed):
-        learn = lm_learner(dls=lm_dls(40, seq_len=24), config=dict(weight_p=.2, hidden_p=.15, input_p=.25, embed_p=.02, output_p=.1))
+        learn = lm_learner(dls=lm_dls(32, valid_pct=.2), config=dict(weight_p=.2, hidden_p=.15, input_p=.25, embed_p=.02, output_p=.1))
         if xla: learn.to_xla()
         return fit(learn, 1, 1e-2, seed=seed).recorder.values[0][-1]
     cpu,xla = perplexity(False, 1),perplexity(True, 1)
@@ -74,7 +74,7 @@ def test_lm_dropout():
 
 def test_classifier_contract():
     "A graph for each length, all in the first epoch; lengths have no other say"
-    learn = fit(clas_learner(config={}, cbs=Probe()).to_xla(), 2, 1e-2)
+    learn = fit(clas_learner(dls=clas_dls(n=80), config={}, cbs=Probe()).to_xla(), 2, 1e-2)
     n = len(learn.dls.train)+len(learn.dls.valid)
     first,second = learn.probe.rows[:n],learn.probe.rows[n:]
     assert len(first) == len(second) == n
@@ -175,7 +175,7 @@ def test_pretrained(tmp_path):
         assert torch.equal(p[real], q[real]) if len(p) == len(learn.dls.vocab) else torch.equal(p, q)
 
 def test_export(tmp_path):
-    learn = fit(clas_learner(tmp_path).to_xla(), 1, 1e-2)
+    learn = fit(clas_learner(tmp_path, clas_dls(n=40, spread=1)).to_xla(), 1, 1e-2)
     want = learn.predict('for each item in the list')
     learn.export(tmp_path/'e.pkl')
     assert no_xla(tmp_path/'e.pkl')
