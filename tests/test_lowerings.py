@@ -194,7 +194,7 @@ def test_grid_sample_types():
 
 # Solves
 
-@pytest.mark.parametrize('n', [1, 2, 3, 4, 6, 8, 12, 16, 32])
+@pytest.mark.parametrize('n', [1, 2, 3, 8, 32])
 def test_solve(n):
     torch.manual_seed(n)
     a,b = torch.randn(32, n, n),torch.randn(32, n, 2)

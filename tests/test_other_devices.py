@@ -22,7 +22,7 @@ runs = dict(sgd=(partial(SGD, mom=.9), []), adam=(Adam, [MixUp()]), lamb=(Lamb, 
 for name,(opt,cbs) in runs.items():
     set_seed(3, reproducible=True)
     with tempfile.TemporaryDirectory() as d:
-        learn = Learner(image_dls(n=20*16), convnet(), loss_func=CrossEntropyLossFlat(), metrics=[accuracy, F1Score(average='macro')],
+        learn = Learner(image_dls(n=8*16), convnet(), loss_func=CrossEntropyLossFlat(), metrics=[accuracy, F1Score(average='macro')],
                         splitter=params_of, opt_func=opt, path=d, cbs=cbs).remove_cb(ProgressCallback)
         with learn.no_logging():
             learn.lr_find(num_it=10, show_plot=False)

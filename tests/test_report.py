@@ -42,7 +42,8 @@ class Double(Planted):
                                           (Extra, 'operator', 'aten.sin'), (Kept, 'outputs', 'aten.cos'), (Double, 'operator', 'f16')])
 def test_found(cb, kind, says):
     "The other causes; more in test_planted.py"
-    learn,told = watched(cb(), dls=image_dls(size=found))
+    n = 4 if cb is Power else 8   # which compiles at each batch
+    learn,told = watched(cb(), dls=image_dls(n=n*16, size=found))
     causes = learn.xla_report().causes
     assert set(causes.cause) == {kind}, causes.to_string()
     assert all(line_of(cb) in l for l in causes.line), causes.line.tolist()
