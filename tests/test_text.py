@@ -25,9 +25,9 @@ def lm_learner(path='.', dls=None, config=plain, **kwargs):
                                    pretrained=False, metrics=[accuracy, Perplexity()], path=path, **kwargs)
     return learn.remove_cb(ProgressCallback)
 
-def clas_dls(n=160, bs=8, seq_len=24, spread=8):
+def clas_dls(n=160, bs=8, seq_len=24, spread=8, shortest=20):
     words = ' '.join(texts).split()
-    lens = [int(20*spread**(i*37%n/n)) for i in range(n)]
+    lens = [int(shortest*spread**(i*37%n/n)) for i in range(n)]
     df = pd.DataFrame(dict(text=[' '.join(words[i*200:i*200+k]) for i,k in enumerate(lens)], label=[i%2 for i in range(n)]))
     return TextDataLoaders.from_df(df, valid_pct=.25, seed=0, text_col='text', label_col='label',
                                    tok_tfm=BaseTokenizer(), bs=bs, seq_len=seq_len, min_freq=1)
@@ -74,7 +74,7 @@ def test_lm_dropout():
 
 def test_classifier_contract():
     "A graph for each length, all in the first epoch; lengths have no other say"
-    learn = fit(clas_learner(dls=clas_dls(n=80), config={}, cbs=Probe()).to_xla(), 2, 1e-2)
+    learn = fit(clas_learner(dls=clas_dls(n=96, shortest=10), config={}, cbs=Probe()).to_xla(), 2, 1e-2)
     n = len(learn.dls.train)+len(learn.dls.valid)
     first,second = learn.probe.rows[:n],learn.probe.rows[n:]
     assert len(first) == len(second) == n
