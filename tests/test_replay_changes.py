@@ -349,7 +349,7 @@ def counts(l):
 def of(cls, f): return lambda l: f(next(cb for cb in l.cbs if isinstance(cb, cls)))
 def cb_between(cb, f): return lambda l: (l.add_cb(cb()), between(of(type(l.cbs[-1]), f))(l))[1]
 def cb_during(cb, f): return lambda l: (l.add_cb(cb()), during(of(type(l.cbs[-1]), f))(l))[1]
-def with_cbs(*cbs): return lambda l: l.fit(3, 1e-2, cbs=[cb() for cb in cbs])
+def with_cbs(*cbs): return lambda l: l.fit(2, 1e-2, cbs=[cb() for cb in cbs])
 
 callbacks = stories(added=between(added(Scales), removed(Scales)), added_during=during(added(Scales), removed(Scales)), renewed=renewed,
     reapplied=reapplied, counts=counts, by_epoch=with_cbs(ByEpoch), by_iter=with_cbs(ByIter),
