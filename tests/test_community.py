@@ -1,5 +1,5 @@
 "Programs of the community, in a small form: they learn, on XLA as on the CPU, and what a batch costs is steady or the report says why"
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 
 import pytest
@@ -13,52 +13,81 @@ device()   # before any backward pass on the CPU
 class Expected:
     "What holds for a program"
     least:float   # Metric that shows it has learned
-    apart:float=.02   # How far the metrics of CPU and XLA may be from each other
-    exact:bool=True   # No random numbers on the device: the same losses
-    executions:int=1   # Per steady training batch: more where a callback or a transform computes beside the step
-    reason:str=''   # What the report says of batches that were not replayed
+    apart:dict=field(default_factory=dict)   # How far a result on XLA may be from the CPU's, by its name; .02 if not named
+    drawn:float=0.   # Random numbers on the device: how far mean losses may be from each other, as a part; else the same losses
+    same_number:bool=True   # Of batches: not where they depend on what is drawn
+    executions:tuple=(1, 1)   # Per steady batch of training, of validation: more where a callback or a transform computes beside the step
+    reason:str=''   # Why batches were not replayed; all were if empty
+    late:int=0   # Compiles of steady batches in all: where several graphs take turns
+    unsteady:dict=field(default_factory=dict)   # What a steady batch costs all the same, at most
+    fallbacks:tuple=()   # Operators that ran on the CPU
 
 programs = dict(
-    arcface=Expected(.85, reason='not the same each time'),
-    audio_spectrograms=Expected(.8, .06, exact=False, executions=2),
-    bert_classifier=Expected(.7, executions=2, reason='stores into a container'),
-    byol=Expected(.6, .12, exact=False, executions=2),
-    diffusion=Expected(.5, .12, exact=False, executions=2),
-    distillation=Expected(.8, reason='stores into a container'),
-    fixmatch=Expected(.75, .08, exact=False),
-    gan_by_hand=Expected(.3, .25, exact=False),
-    gan_learner=Expected(.6, executions=2),
+    # a memory bank of 8 batches is written at 8 places: as many graphs
+    arcface=Expected(.85, reason='each time', late=8, unsteady={'training to host': .05}),
+    audio_spectrograms=Expected(.8, dict(metric=.06, valid=.2), drawn=.1, executions=(2, 2)),
+    bert_classifier=Expected(.7, executions=(2, 2), reason='stores into a container',
+        unsteady={'training to host': 1, 'validation to host': 1}),
+    byol=Expected(.5, dict(metric=.12, spread=.3), drawn=.1, executions=(2, 2)),
+    diffusion=Expected(.5, dict(metric=.1, far=.1), drawn=.05, executions=(2, 2), reason='another value each time'),
+    distillation=Expected(.8, reason='changes a list'),
+    fixmatch=Expected(.75, dict(metric=.08, fixmatch=.08, kept=.3), drawn=.1, same_number=False),
+    gan_by_hand=Expected(.25, dict(metric=.15), drawn=.1),
+    gan_learner=Expected(.6, executions=(2, 1), reason='comes or goes'),
     gpt_language_model=Expected(.65, reason='changes a dict'),
-    kaggle_images=Expected(.4, .15, exact=False),
+    kaggle_images=Expected(.2, dict(metric=.2, folds=.2), drawn=.2),
     medical_segmentation=Expected(.5),
     multi_task=Expected(.8),
-    simclr=Expected(.75, .1, exact=False, executions=2, reason='aten::nonzero'),
-    tabular_competition=Expected(.85),
-    time_series=Expected(.8, executions=2))
+    simclr=Expected(.75, dict(metric=.1, contrast=.3), drawn=.05, executions=(3, 2), reason='aten::nonzero', late=1,
+        unsteady={'training to host': 2, 'training fallbacks': 2, 'validation to host': 1, 'validation fallbacks': 1},
+        fallbacks=('aten::nonzero',)),
+    tabular_competition=Expected(.85, executions=(1, 2), unsteady={'validation to host': 2}),
+    time_series=Expected(.8, executions=(2, 2)))
+
+def close(a, b, by): return abs(a-b) <= by*max(1, abs(a))
+
+def means(losses):
+    "Of the first losses and of the last ones"
+    return sum(losses[:8])/8,sum(losses[-8:])/8
+
+def same_course(cpu, xla, want):
+    "Have the losses of a fit gone the same way?"
+    cpu,xla = ([float(o) for o in losses] for losses in (cpu, xla))
+    if want.same_number: assert len(cpu) == len(xla)
+    if want.drawn: assert all(abs(a-b) <= want.drawn*abs(a) for a,b in zip(means(cpu), means(xla))), (means(cpu), means(xla))
+    else: assert all(close(a, b, 1e-3) for a,b in zip(cpu[:8], xla[:8])), (cpu[:8], xla[:8])
 
 def agree(cpu, xla, want):
     "Has it learned on both, equally well, by the same losses?"
-    assert cpu['metric'] > want.least and xla['metric'] > want.least, (cpu['metric'], xla['metric'])
-    assert abs(cpu['metric']-xla['metric']) <= want.apart, (cpu['metric'], xla['metric'])
-    if not want.exact: return   # pseudo-labels, and with them the number of batches, depend on the draws
-    assert len(cpu['losses']) == len(xla['losses'])
-    assert all(abs(a-b) < 1e-3*max(1, abs(a)) for a,b in zip(cpu['losses'][:8], xla['losses'][:8]))
+    assert cpu.keys() == xla.keys() and min(cpu['metric'], xla['metric']) > want.least
+    for name in cpu.keys()-{'losses', 'learn', 'others'}:
+        a,b = cpu[name],xla[name]
+        if isinstance(a, str): assert a == b
+        else: assert all(abs(p-q) <= want.apart.get(name, .02) for p,q in zip(L(a), L(b), strict=True)), (name, a, b)
+    for a,b in zip(cpu['losses'], xla['losses'], strict=True): same_course(a, b, want)
 
 def explained(report, want):
-    "Is the cost of a batch steady, or does the report say why it is not?"
-    cost = report.per_batch()
-    assert report.log.n_steady('training') > 0 and cost['executions'] <= want.executions, cost
-    steady = cost['compiles'] < .05 and cost['to host'] == cost['fallbacks'] == 0   # a small program may come late, once
-    assert steady or report.plain, report
-    if want.reason: assert any(want.reason in why for why in report.plain), report.plain
+    "Is the cost of a batch steady, and does the report say why where it is not?"
+    assert report.log.n_steady('training')
+    assert bool(report.plain) == bool(want.reason) and all(want.reason in why for why in report.plain), report.plain
+    assert set(report.fallbacks) == set(want.fallbacks)
+    for phase,most in zip(('training', 'validation'), want.executions):
+        cost,n = report.per_batch(phase),report.log.n_steady(phase)
+        if not n: continue   # a GAN by hand does not validate
+        assert 1 <= cost['executions'] <= most, report
+        assert cost['compiles']*n <= want.late, report
+        assert all(cost[k] <= want.unsteady.get(f'{phase} {k}', 0) for k in ('to host', 'fallbacks')), report
 
 @pytest.mark.parametrize('name', programs)
 def test_program_learns_on_xla_as_on_the_cpu(name):
     "One test for each, as both halves need both runs"
-    run,want = import_module(f'community.{name}').run,programs[name]
-    cpu,xla = (run(on_xla, 0, small=True) for on_xla in (False, True))
-    agree(cpu, xla, want)
-    explained(xla['learn'].xla_report(), want)
+    run,want,found = import_module(f'community.{name}').run,programs[name],[]
+    for on_xla in (False, True):
+        manual_seed(0)
+        found.append(run(on_xla, 0, small=True))
+    agree(*found, want)
+    explained(found[1]['learn'].xla_report(), want)
+    for o in found[1].get('others', []): explained(o.xla_report(), replace(want, reason=''))   # what is special is in `learn`
 
 def test_step_that_resizes_is_replayed():
     "What a lowering needs beside its inputs is no tensor that somebody may change"

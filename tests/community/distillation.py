@@ -1,45 +1,40 @@
-"A small student learns from a large teacher: soft targets at a temperature, and the teacher's features through hooks"
+"A small student learns from a large teacher: its softened probabilities, and where its features are strong, seen through hooks"
 from sklearn.datasets import load_digits
 from fastai.vision.all import *
 from fastai_xla.all import *
 
-def soft_loss(student, teacher, temp=4.):
-    "How far the student's softened probabilities are from the teacher's"
-    student,teacher = (F.log_softmax(o/temp, -1) for o in (student, teacher))
-    return temp**2*F.kl_div(student, teacher, reduction='batchmean', log_target=True)
+def soft_distance(pred, teacher, heat=4.):
+    "Kullback and Leibler's, of logits at a temperature; its gradient does not shrink with it"
+    mine,its = ((o/heat).log_softmax(1) for o in (pred, teacher))
+    return heat**2*(its.exp()*(its-mine)).sum(1).mean()
 
-def where_active(acts):
-    "The energy of the channels at each place, as a unit vector per image"
-    return F.normalize((acts**2).mean(1).flatten(1))
+def strength(maps):
+    "How much goes on at each place, as a part of the whole image"
+    power = maps.square().sum(1).flatten(1)
+    return power/power.sum(1, keepdim=True)
 
-def attention_loss(students, teachers):
-    return sum(F.mse_loss(where_active(students[s]), where_active(teachers[t])) for s,t in zip(students, teachers))
-
-class KnowledgeDistillation(Callback):
-    def __init__(self, teacher, pairs, weight=.7):
-        store_attr()
-        self.fm_s,self.fm_t = {},{}
-    def keep(self, store, name):
-        def hook(module, inp, out): store[name] = out
-        return hook
+class LearnFrom(Callback):
+    "A third of the loss is of the labels, a third of the teacher's answers, a third of its features"
+    def __init__(self, teacher, layer): store_attr()
     def before_fit(self):
-        self.handles = []
-        for s,t in self.pairs:
-            self.handles.append(get_module(self.learn.model, s).register_forward_hook(self.keep(self.fm_s, s)))
-            self.handles.append(get_module(self.teacher, t).register_forward_hook(self.keep(self.fm_t, t)))
+        self.seen = []
+        def remember(module, inp, out): self.seen.append(strength(out))
+        self.hooks = [m.get_submodule(self.layer).register_forward_hook(remember) for m in (self.model, self.teacher)]
         self.teacher.eval()
+    def before_batch(self): self.seen.clear()
     def after_loss(self):
-        with torch.no_grad(): teacher_pred = self.teacher(self.x)
-        soft = soft_loss(self.pred, teacher_pred) + 10*attention_loss(self.fm_s, self.fm_t)
-        self.learn.loss_grad = torch.lerp(self.learn.loss_grad, soft, self.weight)
+        with torch.no_grad(): answers = self.teacher(self.x)
+        mine,its = self.seen
+        total = self.learn.loss_grad + soft_distance(self.pred, answers) + 100*F.mse_loss(mine, its)
+        self.learn.loss_grad = total/3
         self.learn.loss = self.learn.loss_grad.clone()
-    def after_fit(self):
-        for h in self.handles: h.remove()
+    def after_fit(self): L(self.hooks).map(Self.remove())
 
-def get_module(m, path): return reduce(getattr, path.split('.'), m)
-
-def net(nf): return nn.Sequential(OrderedDict(body=nn.Sequential(OrderedDict(first=ConvLayer(1, nf), second=ConvLayer(nf, 2*nf, stride=2))),
-    head=nn.Sequential(nn.AdaptiveAvgPool2d(2), Flatten(), nn.Linear(8*nf, 10))))
+class Net(Module):
+    def __init__(self, nf):
+        self.low,self.high = ConvLayer(1, nf),ConvLayer(nf, 2*nf, stride=2)
+        self.out = nn.Sequential(nn.AdaptiveAvgPool2d(2), Flatten(), nn.Linear(8*nf, 10))
+    def forward(self, x): return self.out(self.high(self.low(x)))
 
 def run(xla, seed, small=False):
     set_seed(seed)
@@ -48,13 +43,12 @@ def run(xla, seed, small=False):
     x,y = TensorImageBW(torch.tensor(digits.images[:n], dtype=torch.float)[:,None]/16),TensorCategory(digits.target[:n])
     dsets = Datasets(range(n), [[x.__getitem__], [y.__getitem__]], splits=RandomSplitter(.2, seed=seed)(range(n)))
     dls = dsets.dataloaders(bs=32, num_workers=0)
-    teacher = Learner(dls, net(16), loss_func=CrossEntropyLossFlat(), metrics=accuracy)
+    def learner(nf, **kwargs): return Learner(dls, Net(nf), loss_func=CrossEntropyLossFlat(), metrics=accuracy, **kwargs)
+    teacher = learner(16)
     if xla: teacher.to_xla()
     teacher.fit_one_cycle(epochs, 2e-2)
-    distil = KnowledgeDistillation(teacher.model, [('body.second', 'body.second')])
-    student = Learner(dls, net(3), loss_func=CrossEntropyLossFlat(), metrics=accuracy, cbs=distil)
+    student = learner(3, cbs=LearnFrom(teacher.model, 'high'))
     if xla: student.to_xla()
     student.fit_one_cycle(2*epochs, 2e-2)
-    losses = [float(l) for o in (teacher, student) for l in o.recorder.losses]
-    final = float(student.recorder.values[-1][2])
+    final,losses = float(student.recorder.values[-1][2]),[o.recorder.losses for o in (teacher, student)]
     return dict(metric=final, teacher=float(teacher.validate()[1]), losses=losses, learn=student, others=[teacher])

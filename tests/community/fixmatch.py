@@ -48,7 +48,7 @@ def run(xla, seed, small=False):
     learn = Learner(dls, net(), loss_func=CrossEntropyLossFlat(), metrics=accuracy, cbs=FixMatch(unlabelled))
     if xla: learn.to_xla()
     learn.fit_one_cycle(epochs, 1e-2)
-    losses = [float(l) for l in learn.recorder.losses]
+    losses = [learn.recorder.losses]
     first_score,kept = float(learn.recorder.values[-1][2]),float(learn.fix_match.kept)
 
     test_dl = DataLoader(TensorDataset(rest, torch.zeros(len(rest), dtype=torch.long)), bs=100, device=learn.dls.device)
@@ -58,5 +58,5 @@ def run(xla, seed, small=False):
     learn.dls = DataLoaders.from_dsets(both, valid, bs=32, val_bs=100, shuffle=True, num_workers=0, drop_last=True, device=learn.dls.device)
     learn.remove_cb(FixMatch)
     learn.fit_one_cycle(2 if small else 4, 5e-3)
-    losses += [float(l) for l in learn.recorder.losses]
+    losses.append(learn.recorder.losses)
     return dict(metric=float(learn.recorder.values[-1][2]), fixmatch=first_score, kept=kept, losses=losses, learn=learn)

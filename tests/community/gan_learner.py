@@ -29,4 +29,4 @@ def run(xla, seed, small=False):
     learn.gan_trainer.switch(gen_mode=True)
     with torch.no_grad(): made = learn.model.generator(torch.randn(500, 16).to(learn.dls.device)).cpu()
     far = (made.mean(0)-x.mean(0)).abs().mean()
-    return dict(metric=1-float(far), losses=[float(l) for l in learn.recorder.losses], learn=learn)
+    return dict(metric=1-float(far), losses=[learn.recorder.losses], learn=learn)

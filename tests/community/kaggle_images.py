@@ -29,7 +29,7 @@ def get_dls(path, df, fold, bs):
 
 def run(xla, seed, small=False):
     set_seed(seed)
-    n,folds,epochs = (360, 2, 5) if small else (1500, 3, 8)
+    n,folds,epochs = (360, 2, 3) if small else (1500, 3, 8)
     with tempfile.TemporaryDirectory() as tmp:
         path = Path(tmp)
         answers = download(path, n, seed)
@@ -38,7 +38,7 @@ def run(xla, seed, small=False):
         for fold,(_,valid) in enumerate(kfold.split(df, df['label'])): df.loc[valid, 'fold'] = fold
         scores,preds,losses = [],[],[]
         for fold in range(folds):
-            dls = get_dls(path, df, fold, 32)
+            dls = get_dls(path, df, fold, 16 if small else 32)
             loss = LabelSmoothingCrossEntropyFlat(eps=.05)
             metrics = [accuracy, F1Score(average='macro')]
             learn = vision_learner(dls, 'test_resnet', pretrained=False, ps=.1, loss_func=loss, metrics=metrics, wd=.01)
@@ -47,7 +47,7 @@ def run(xla, seed, small=False):
             cbs = [best, EarlyStoppingCallback(monitor='accuracy', patience=5)]
             learn.unfreeze()
             learn.fit_one_cycle(epochs, 5e-3, cbs=cbs)
-            losses += [float(l) for l in learn.recorder.losses]
+            losses.append(learn.recorder.losses)
             valid_preds,valid_y = learn.get_preds(ds_idx=1)
             scores.append(float(accuracy(valid_preds, valid_y)))
             test_dl = learn.dls.test_dl([path/'test_images'/o for o in sub['image_id']])

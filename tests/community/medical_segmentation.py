@@ -53,15 +53,16 @@ class RandomFlip3d(ItemTransform):
 
 def run(xla, seed, small=False):
     set_seed(seed)
-    n,epochs = (96, 5) if small else (240, 6)
+    n,epochs = (48, 5) if small else (240, 6)
     x,y = volumes(n, seed)
     dsets = Datasets(range(n), [[x.__getitem__], [y.__getitem__]], splits=RandomSplitter(.2, seed=seed)(range(n)))
     weights = [2. if y[i].max() == 2 else 1. for i in dsets.splits[0]]
     dls = dsets.weighted_dataloaders(weights, bs=8, num_workers=0, after_item=[RandomFlip3d()])
-    learn = Learner(dls, UNet3d(1, 3), loss_func=CombinedLoss(), metrics=[DiceMulti(), lesion_dice, foreground_acc], opt_func=ranger)
+    metrics = [DiceMulti(), lesion_dice, foreground_acc]
+    learn = Learner(dls, UNet3d(1, 3, 4 if small else 8), loss_func=CombinedLoss(), metrics=metrics, opt_func=ranger)
     if xla: learn.to_xla()
     learn.fit_flat_cos(epochs, 2e-2)
-    losses = [float(l) for l in learn.recorder.losses]
+    losses = [learn.recorder.losses]
     row = learn.recorder.values[-1]
     inp,preds,targs,decoded = learn.get_preds(with_input=True, with_decoded=True)
     volume_error = (decoded == 2).sum().item()/max(1, (targs == 2).sum().item())
@@ -71,5 +72,6 @@ def run(xla, seed, small=False):
     quick = Learner(dls, learn.model, loss_func=CombinedLoss(), metrics=DiceMulti())
     if xla: quick.to_xla()
     quick.fit(1, 1e-3)
+    losses.append(quick.recorder.losses)
     scores = dict(metric=float(row[2]), lesion=float(row[3]), volume=volume_error, again=float(again[1]))
     return scores | dict(losses=losses, learn=learn, others=[quick])

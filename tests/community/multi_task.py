@@ -41,5 +41,4 @@ def run(xla, seed, small=False):
     learn.fit_one_cycle(epochs, slice(1e-2, 2e-2))
     history = learn.log_weights.history
     digit,even,ink = map(float, learn.recorder.values[-1][2:])
-    losses = [float(l) for l in learn.recorder.losses]
-    return dict(metric=digit, even=even, ink=ink, weight=float(history[-1][2]), losses=losses, learn=learn)
+    return dict(metric=digit, even=even, ink=ink, weights=history[-1].tolist(), losses=[learn.recorder.losses], learn=learn)

@@ -3,32 +3,28 @@ from sklearn.datasets import load_digits
 from sklearn.neighbors import KNeighborsClassifier
 from fastai.vision.all import *
 from fastai_xla.all import *
-from .byol import encoder, mlp, views
+from .byol import conv_features, head, random_view
 
-class SimCLRModel(Module):
-    def __init__(self, encoder, projector): self.encoder,self.projector = encoder,projector
-    def forward(self, x): return self.projector(self.encoder(x))
+def nt_xent(z, *labels, temp=.2):
+    "Cross entropy of the other view of an image among all other views of the batch; labels are not looked at"
+    n = len(z)
+    z = F.normalize(z)
+    scores = z @ z.T / temp
+    positive = (z*z.roll(n//2, 0)).sum(1)/temp
+    itself = torch.eye(n, dtype=torch.bool, device=z.device)
+    return (scores[~itself].view(n, n-1).logsumexp(1) - positive).mean()
 
-class SimCLR(Callback):
-    order,run_valid = 9,True
-    def __init__(self, aug, temp=.2): store_attr()
-    def before_fit(self): self.learn.loss_func = self.lf
-    def before_batch(self):
-        self.learn.xb = (torch.cat([self.aug(self.x), self.aug(self.x)]),)
-        n = len(self.learn.xb[0])
-        self.learn.yb = (torch.arange(n, device=self.dls.device).roll(n//2),)
-    def without_diagonal(self, x): return x[~torch.eye(len(x)).bool()].reshape(len(x), len(x)-1)
-    def lf(self, pred, *yb):
-        z,targ = F.normalize(pred, dim=1),yb[0]
-        sim = self.without_diagonal(z @ z.T)/self.temp
-        targ = self.without_diagonal(torch.eye(len(targ), device=self.dls.device)[targ]).nonzero()[:,-1]
-        return F.cross_entropy(sim, targ)
+class ViewPairs(Callback):
+    "First half of the batch: one view of each image. Second half: another"
+    run_valid = True
+    def before_batch(self): self.learn.xb = (torch.cat([random_view(self.x) for _ in range(2)]),)
 
 @torch.no_grad()
-def embed(learn, dl):
-    learn.model.eval()
-    zs,ys = zip(*[(learn.model.encoder(x).cpu(), y.cpu()) for x,y in dl])
-    return torch.cat(zs).numpy(),torch.cat(ys).numpy()
+def features(learn, dl):
+    "Of the encoder: the projection is thrown away"
+    net = learn.model[0].eval()
+    xs,ys = zip(*((net(x).cpu(), y.cpu()) for x,y in dl))
+    return torch.cat(xs).numpy(),torch.cat(ys).numpy()
 
 def run(xla, seed, small=False):
     set_seed(seed)
@@ -38,10 +34,9 @@ def run(xla, seed, small=False):
     x,y = TensorImageBW(torch.tensor(digits.images[idxs], dtype=torch.float)[:,None]/16),TensorCategory(digits.target[idxs])
     dsets = Datasets(range(n), [[x.__getitem__], [y.__getitem__]], splits=RandomSplitter(.2, seed=seed)(range(n)))
     dls = dsets.dataloaders(bs=48, num_workers=0, drop_last=True)
-    learn = Learner(dls, SimCLRModel(encoder(), mlp(64, 64, 32)), loss_func=noop, cbs=[SimCLR(views())])
+    learn = Learner(dls, nn.Sequential(conv_features(), head(64, 32)), loss_func=nt_xent, cbs=ViewPairs)
     if xla: learn.to_xla()
     learn.fit_one_cycle(epochs, 1e-2)
-    z,t = embed(learn, learn.dls.train.new(shuffle=False, drop_last=False))
-    zv,tv = embed(learn, learn.dls.valid.new(drop_last=False))
-    score = KNeighborsClassifier(5).fit(z, t).score(zv, tv)
-    return dict(metric=score, losses=[float(l) for l in learn.recorder.losses], learn=learn)
+    train,valid = (features(learn, dl.new(shuffle=False, drop_last=False)) for dl in learn.dls)
+    score = KNeighborsClassifier(5).fit(*train).score(*valid)
+    return dict(metric=score, contrast=float(learn.recorder.values[-1][1]), losses=[learn.recorder.losses], learn=learn)

@@ -63,7 +63,7 @@ def run(xla, seed, small=False):
         learn = tabular_learner(dls, layers=[64, 32], emb_szs={'city': 6}, config=config, metrics=metrics, wd=.1)
         if xla: learn.to_xla()
         learn.fit_one_cycle(epochs, 5e-3)
-        losses += [float(l) for l in learn.recorder.losses]
+        losses.append(learn.recorder.losses)
         mixed = learn.recorder.values[-1][3]
         preds,targs = learn.get_preds()
         oof[va] = preds
@@ -72,4 +72,5 @@ def run(xla, seed, small=False):
     row,klass,probs = learn.predict(test.iloc[0])
     blend = torch.stack(test_preds).mean(0)[:,1].numpy()
     auc,oof_auc = roc_auc_score(test['churn'] == 'yes', blend),roc_auc_score(train['churn'] == 'yes', oof[:,1].numpy())
-    return dict(metric=auc, oof=oof_auc, mixed=float(mixed), importance=drops['num4'], losses=losses, learn=learn)
+    scores = dict(metric=auc, oof=oof_auc, mixed=float(mixed), importance=list(drops.values()), first=float(probs[1]))
+    return scores | dict(losses=losses, learn=learn)
