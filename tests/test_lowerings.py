@@ -154,6 +154,23 @@ def test_without_gradients(ctx):
         with ctx(), count_xla() as c: y,e = ours(xd),exact(x.double())
         assert not c.fallbacks and not y.requires_grad and error(y.cpu(), e) < 1e-5, n
 
+views = dict(plain=lambda t: t, slice=lambda t: torch.cat([t, t], 1)[:,t.shape[1]:], select=lambda t: torch.stack([t, t+1])[1],
+    permuted=lambda t: t.permute(*range(1, t.dim()), 0).contiguous().permute(-1, *range(t.dim()-1)))
+
+@pytest.mark.parametrize('ctx', [torch.inference_mode, torch.no_grad])
+@pytest.mark.parametrize('view', views)
+def test_views_in_and_out(ctx, view):
+    "Inputs that are views, and views of what comes out; in inference mode the inputs are made within it"
+    x = torch.randn(4, 6, 5, 5, generator=torch.Generator().manual_seed(0))
+    fs = dict(grid=lambda x: F.grid_sample(x, x[:,:2].permute(0, 2, 3, 1)*.3, align_corners=False), glu=lambda x: F.glu(x, 1),
+        diagonal=lambda x: x.diagonal(), einsum=lambda x: torch.einsum('abcc->abc', x), layer_norm=lambda x: F.layer_norm(x, (5,)),
+        group_norm=lambda x: F.group_norm(x, 2), attention=lambda x: F.scaled_dot_product_attention(x, x, x),
+        bn=lambda x: F.batch_norm(x, x.new_zeros(6), x.new_ones(6)), resize=lambda x: F.interpolate(x, scale_factor=2, mode='bilinear'),
+        cumsum=lambda x: (x > 0).cumsum(1).to(x.dtype), norm=lambda x: x.norm(dim=1), huber=lambda x: F.huber_loss(x, x*2, reduction='none'))
+    run = lambda f, x: f(views[view](x+0))[1:].flatten(1)
+    with ctx(): got = fetch([run(f, x.to(dev)) for f in fs.values()])
+    for (n,f),y in zip(fs.items(), got): assert error(y, run(f, x.double())) < 1e-5, n
+
 # Grid sampling
 
 grid_modes = list(itertools.product(('bilinear', 'nearest', 'bicubic'), ('zeros', 'border', 'reflection'), (True, False)))

@@ -17,15 +17,15 @@ from .core import *
 copies = Lowering('copies', lambda: True,
                   'a copy shares the memory of what is copied once it has been read, and that is gone after the next update in place')
 
-@copies.kernel('clone')
+@copies.kernel('clone', inference=False)
 def _clone(self, memory_format=None): return torch.ops.aten.view_copy(self, self.shape)
 
-@copies.kernel('copy')
+@copies.kernel('copy', inference=False)
 def _copy(self, src, non_blocking=False):
     res = src.clone() if (src.dtype, src.device) == (self.dtype, self.device) else src.to(self.device, self.dtype)
     return res if res.shape == self.shape else res.expand(self.shape)
 
-@copies.kernel('_to_copy')
+@copies.kernel('_to_copy', inference=False)
 def _to_copy(self, *, dtype=None, layout=None, device=None, pin_memory=None, non_blocking=False, memory_format=None):
     dtype,device = dtype or self.dtype,device or self.device
     if dtype == self.dtype and is_xla(device) and device.index in (None, self.device.index): return _clone(self)

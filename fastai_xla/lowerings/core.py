@@ -13,17 +13,36 @@ from contextlib import contextmanager
 
 import pandas as pd
 import torch
+from torch.utils._pytree import tree_map
 from fastcore.all import *
 
 from ..runtime import *
 from ..runtime import _broken
 
 # %% ../../nbs/api/01_lowerings.core.ipynb #78480539
+def _map_xla(f, o): return tree_map(lambda t: f(t) if isinstance(t, torch.Tensor) and is_xla(t) else t, o)
+
 def _outside_inference(f):
     @functools.wraps(f)
     def _inner(*args, **kwargs):
         if not torch.is_inference_mode_enabled(): return f(*args, **kwargs)
-        with torch.inference_mode(False), torch.no_grad(): return f(*args, **kwargs)
+        with torch.inference_mode(False), torch.no_grad(): res = f(*args, **kwargs)
+        return _map_xla(lambda t: torch.ops.aten.view_copy(t, t.shape), res)
+    return _inner
+
+def _value(t):
+    "The XLA tensor in one that is functionalized"
+    if not torch._is_functional_tensor(t): return t
+    torch._sync(t)
+    return torch._from_functional_tensor(t)
+
+def _functionalized(f):
+    @functools.wraps(f)
+    def _inner(*args, **kwargs):
+        args,kwargs = _map_xla(lambda t: t if torch._is_functional_tensor(t) else torch._to_functional_tensor(t), (args, kwargs))
+        keys = torch._C._dispatch_tls_local_exclude_set().remove(torch._C.DispatchKey.Functionalize)
+        with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), keys): res = f(*args, **kwargs)
+        return _map_xla(_value, res)
     return _inner
 
 # %% ../../nbs/api/01_lowerings.core.ipynb #fa070c3c
@@ -45,10 +64,15 @@ class Lowering:
     def kernel(self,
         *ops:str, # ATen operators, with their overload if it has a name
         key:str='XLA', # Dispatch key: 'XLA', or 'AutogradXLA' for a function that is differentiable itself
+        views:bool=False, # Does the function make views of tensors? At 'AutogradXLA' it may
+        inference:bool=True, # Run outside of `torch.inference_mode`? Not needed where it makes no view
     ): # Decorator
         "Use the decorated function for `ops`"
         def _inner(f):
-            self.kernels += [(op, key, _outside_inference(f) if key == 'XLA' else f) for op in ops]
+            g = f
+            if key == 'XLA' and views: g = _functionalized(g)
+            if key == 'XLA' and inference: g = _outside_inference(g)
+            self.kernels += [(op, key, g) for op in ops]
             return f
         return _inner
 

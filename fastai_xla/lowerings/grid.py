@@ -69,4 +69,4 @@ def _grid_sample(x, grid, mode, padding, align):
     return y.to(x.dtype).movedim(-1, 1)
 
 grid_sample = Lowering('grid_sample', lacks('grid_sampler_2d', 'grid_sampler_3d'), 'falls back to the CPU')
-for _key in ('XLA', 'AutogradXLA'): grid_sample.kernel('grid_sampler_2d', 'grid_sampler_3d', key=_key)(_grid_sample)
+for _key in ('XLA', 'AutogradXLA'): grid_sample.kernel('grid_sampler_2d', 'grid_sampler_3d', key=_key, views=True)(_grid_sample)

@@ -52,7 +52,7 @@ def _solve_ex(a, b, *, left=True, check_errors=False):
     info = torch.zeros(a.shape[:-2], dtype=torch.int32, device=a.device)
     return x,a.new_empty(0),a.new_empty(0, dtype=torch.int32),info
 
-for _key in ('XLA', 'AutogradXLA'): solve.kernel('_linalg_solve_ex', key=_key)(_solve_ex)
+for _key in ('XLA', 'AutogradXLA'): solve.kernel('_linalg_solve_ex', key=_key, views=True)(_solve_ex)
 
 _silent = ('linalg.solve', 'torch.linalg.solve', 'linalg.inv', 'torch.linalg.inv', 'linalg.inv_ex', 'inverse')
 @solve.kernel('_linalg_check_errors')
@@ -83,5 +83,5 @@ def _det(a):
     sign,logabs = _SlogDet.apply(a)
     return sign*logabs.exp()
 
-@det.kernel('_linalg_det')   # where autograd is left out
+@det.kernel('_linalg_det', views=True)   # where autograd is left out
 def _det_only(a): return _det(a),a.new_empty(0),a.new_empty(0, dtype=torch.int32)

@@ -18,7 +18,7 @@ from .core import *
 def _composite(*ops, probe=None):
     def _inner(f):
         low = Lowering(ops[0].split('.')[0].strip('_'), lacks(*(probe or ops)), 'falls back to the CPU')
-        for key in ('XLA', 'AutogradXLA'): low.kernel(*ops, key=key)(f)
+        for key in ('XLA', 'AutogradXLA'): low.kernel(*ops, key=key, views=True)(f)
         return f
     return _inner
 

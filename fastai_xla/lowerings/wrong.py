@@ -37,9 +37,9 @@ bitwise = Lowering('bitwise', lambda: True, 'operands of two types give the firs
 def _bitwise(op):
     def _kernel(a, b):
         dtype = torch.result_type(a, b)
-        at = (a if isinstance(a, torch.Tensor) else b).device
-        # a Python number comes as it is
-        a,b = torch.broadcast_tensors(*(o if isinstance(o, torch.Tensor) else torch.full((), o, dtype=dtype, device=at) for o in (a, b)))
+        at = next(o.device for o in (a, b) if isinstance(o, torch.Tensor) and is_xla(o))
+        # a Python number comes as it is, a tensor of one number may be on the CPU
+        a,b = torch.broadcast_tensors(*(o.to(at) if isinstance(o, torch.Tensor) else torch.full((), o, dtype=dtype, device=at) for o in (a, b)))
         return op(a.to(dtype, copy=True), b.to(dtype))
     return _kernel
 
@@ -71,11 +71,23 @@ def _slice(x, dim=0, start=None, end=None, step=1):
 # %% ../../nbs/api/01j_lowerings.wrong.ipynb #b2c1ab16
 diagonal = Lowering('diagonal', lambda: True, 'a diagonal of other dimensions than the last two holds other elements')
 
-@diagonal.kernel('diagonal', key='AutogradXLA')
-def _diagonal(x, offset=0, dim1=0, dim2=1):
+def _as_rows(x, offset, dim1, dim2):
+    "`x` with its two dimensions last and as one, and where in it the diagonal is"
     x = x.movedim((dim1, dim2), (-2, -1))
-    keys = (torch._C._dispatch_keys(x) & _after_autograd).add(_autograd)
-    return torch.ops.aten.diagonal.default.redispatch(keys, x, offset, -2, -1)
+    n,m = x.shape[-2:]
+    row,col = max(-offset, 0),max(offset, 0)
+    i = torch.arange(max(min(n-row, m-col), 0), device=x.device)
+    return x.flatten(-2),(i+row)*m + i+col
+
+@diagonal.kernel('diagonal_copy', views=True)
+def _diagonal(x, offset=0, dim1=0, dim2=1):
+    rows,at = _as_rows(x, offset, dim1, dim2)
+    return rows.index_select(-1, at)
+
+@diagonal.kernel('diagonal_scatter', views=True)
+def _diagonal_scatter(x, src, offset=0, dim1=0, dim2=1):
+    rows,at = _as_rows(x, offset, dim1, dim2)
+    return rows.index_copy(-1, at, src).unflatten(-1, (x.shape[dim1], x.shape[dim2])).movedim((-2, -1), (dim1, dim2))
 
 # %% ../../nbs/api/01j_lowerings.wrong.ipynb #b2c1aa01
 nll_loss = Lowering('nll_loss', lambda: True, 'a sample without a batch ends the process')
@@ -85,14 +97,14 @@ def _nll_loss(x, y, weight=None, reduction=1, ignore_index=-100):
                                            weight, reduction, ignore_index)[0]
     return loss.squeeze(0) if x.dim() == 1 and reduction == 0 else loss
 
-for _key in ('XLA', 'AutogradXLA'): nll_loss.kernel('nll_loss', key=_key)(_nll_loss)
+for _key in ('XLA', 'AutogradXLA'): nll_loss.kernel('nll_loss', key=_key, views=True)(_nll_loss)
 
 # %% ../../nbs/api/01j_lowerings.wrong.ipynb #b2c1aa05
 einsum = Lowering('einsum', lambda: True, 'accepts sizes that do not match, and returns numbers')
 
 def _einsum(equation, operands, *, path=None): return torch.ops.aten.einsum.default.decompose(equation, operands, path=path)
 
-for _key in ('XLA', 'AutogradXLA'): einsum.kernel('einsum', key=_key)(_einsum)
+for _key in ('XLA', 'AutogradXLA'): einsum.kernel('einsum', key=_key, views=True)(_einsum)
 
 # %% ../../nbs/api/01j_lowerings.wrong.ipynb #b2c1aa09
 randperm = Lowering('randperm', lambda: True, 'drawn again at each read, whatever the seed')
