@@ -196,7 +196,7 @@ def _as_xla_device(d):
 def _attach(learn, cb): cb.learn,learn.xla_opt = learn,cb
 
 def _recorder(learn, n_steps, replay):
-    if not (why := cannot_replay()): return Replay(learn, n_steps, replay is True, replay == 'audit')
+    if not (why := cannot_replay()): return Replay(learn, n_steps, replay is True)
     warnings.warn(f"Steps cannot be recorded and run again here: {why}. Training goes on without, each step retraced.")
 
 # %% ../nbs/api/07_learner.ipynb #09479c00
@@ -204,13 +204,16 @@ def _recorder(learn, n_steps, replay):
 def to_xla(self:Learner,
     device:torch.device|str|int|None=None, # XLA device, its name or number; the first one by default
     # Record each step once and run it again, where that is proved safe? `False` traces every step; `True` warns of what
-    # cannot be recorded; `'audit'` traces recorded steps again from time to time and compares
+    # cannot be recorded
     replay:bool|str='auto',
     steps_per_execution:int=1, # Steps that are recorded and run as one program: for small models, where the device waits for Python
     cache:str|None=None, # Folder in which compiled programs are kept for the next process, where the device's compiler can read them back
 ) -> Learner: # The learner itself
     "Train, validate and predict on an XLA device from now on"
     device = _as_xla_device(device)
+    if replay not in (True, False, 'auto'):
+        raise ValueError(f"to_xla(replay={replay!r}): this takes 'auto', which records steps where that is safe, `True`, which warns "
+                         "of those that cannot be recorded, or `False`, which traces every step.")
     if steps_per_execution < 1 or steps_per_execution > 1 and not replay:
         raise ValueError(f"to_xla(replay={replay}, steps_per_execution={steps_per_execution}): steps are run "
                          f"together once they are recorded, so this takes a number from 1 on, and `replay='auto'`.")

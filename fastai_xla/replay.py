@@ -98,9 +98,8 @@ class Replay:
         learn:Learner, # Learner on an XLA device
         n_steps:int=1, # Steps that are recorded and run as one
         warn:bool=False, # Warn of batches that cannot be recorded?
-        audited:bool=False, # Trace a recorded step again from time to time, and compare?
     ):
-        self.n_steps,self.warn,self.audited,self.laters = n_steps,warn,audited,{}
+        self.n_steps,self.warn,self.laters = n_steps,warn,{}
         self.learn,self.recs,self.why,self.watch,self.seen,self.n_seen = learn,{},Counter(),None,{},0
         self.feds,self.later,self.held = None,[],{}
         self.key,self.kind,self.looked = None,None,None
@@ -123,7 +122,7 @@ class Replay:
         self.apart = ''   # why the batch transforms are no part of the step
         self.beside = Counter()   # what ran beside the step -> batches of this fit
 
-    def __reduce__(self): return Replay, (self.learn, self.n_steps, self.warn, self.audited)   # a copy of the learner records for itself
+    def __reduce__(self): return Replay, (self.learn, self.n_steps, self.warn)   # a copy of the learner records for itself
 
 # %% ../nbs/api/06b_replay.ipynb #5a3c5001
 @patch
@@ -482,7 +481,7 @@ def _refuse(self:Replay, e):
 @patch
 def _audit_due(self:Replay, rec):
     "At the 2nd, 4th, 8th, ... batch of a recording, and at the first of each epoch"
-    return self.audited and (rec.audited != self.passes or rec.runs > 1 and rec.runs & rec.runs-1 == 0)
+    return rec.audited != self.passes or rec.runs > 1 and rec.runs & rec.runs-1 == 0
 
 @patch
 def _audit(self:Replay, rec, recs, inputs):

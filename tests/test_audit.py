@@ -25,7 +25,7 @@ by_epoch = dict(a_list=lambda o, learn, l: l*o.ws[learn.epoch],
 def losses_of(f, n=3, replay=True):
     torch.manual_seed(0)
     loss = Loss(f)
-    learn = image_learner(dls=image_dls(shuffle=False), loss_func=loss).to_xla(replay='audit' if replay else False)
+    learn = image_learner(dls=image_dls(shuffle=False), loss_func=loss).to_xla(replay='auto' if replay else False)
     loss.learn = learn
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter('always')
