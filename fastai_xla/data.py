@@ -8,11 +8,12 @@ Docs: https://fastai-xla.github.io/fastai_xla/api/data.html.md"""
 __all__ = ['ahead', 'Fed', 'in_groups', 'feedable', 'feed']
 
 # %% ../nbs/api/06_data.ipynb #04da8813
-import pickle, random, warnings
+import dis, pickle, random, warnings
 from collections import deque
 from concurrent import futures
 from contextlib import suppress
 from contextvars import copy_context
+from functools import cache
 from itertools import chain, islice
 
 import numpy as np
@@ -146,18 +147,24 @@ def _start(dl):
 # %% ../nbs/api/06_data.ipynb #2c0623d6
 def _rng_states(): return random.getstate(), pickle.dumps(np.random.get_state()), torch.get_rng_state().numpy().tobytes()
 
-def _sets(dl, was):
-    "Has `dl` set attributes since `was`? A callback may look there for what is said of the batch at hand"
-    now = vars(dl)
-    return any(now.get(k) is not was.get(k) for k in now.keys() | was.keys() if k != 'it')   # fastai's own iterator
+_once = '__init__ new randomize shuffle_fn get_idxs before_iter after_iter show_batch'.split()   # in a pass, or not in one
+
+@cache
+def _stores(f): return any(i.opname in ('STORE_ATTR', 'STORE_SUBSCR') for i in dis.get_instructions(f))
+
+def _tells(dl):
+    "Does a class that is not fastai's keep anything in `dl` as it makes a batch? A callback may look there for the batch at hand"
+    classes = [c for c in type(dl).__mro__ if c.__module__.split('.')[0] not in ('fastai', 'fastcore', 'fastai_xla')]
+    methods = [f for d in (*map(vars, classes), vars(dl)) for n,f in d.items() if n not in _once]
+    return any(_stores(f.__code__) for f in methods if hasattr(f, '__code__'))
 
 def _first(dl, it):
     "`it`, and whether it may be read ahead"
-    states,before,was = _rng_states(),xla_counts(),dict(vars(dl))
+    states,before = _rng_states(),xla_counts()
     feds = list(islice(it, 1))
     c = xla_counts()-before
     on_device = any(has_xla(fed.raw) for fed in feds) or c.executions or c.to_host or c.to_device
-    may = dl.fake_l.num_workers > 0 or (dl.indexed and not on_device and not _sets(dl, was) and _rng_states() == states)
+    may = dl.fake_l.num_workers > 0 or (dl.indexed and not on_device and not _tells(dl) and _rng_states() == states)
     return chain(feds, it),may
 
 # %% ../nbs/api/06_data.ipynb #16fd8749

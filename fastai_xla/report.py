@@ -130,8 +130,8 @@ def _why(self:XLAReport):
 @patch
 def _notes(self:XLAReport):
     looks = self.costs['training'].looks + self.costs['validation'].looks
-    if looks: yield f"{looks} of the transfers to the host were looks for the progress bar, by the clock; they are left out per batch."
-    for why,n in self.plain.items(): yield f"{n} batch{'es were' if n > 1 else ' was'} traced anew and not replayed: {why}."
+    if looks: yield f"{looks} of the transfers to the host were progress-bar reads (once a second); they are left out per batch."
+    for why,n in self.plain.items(): yield f"{n} batch{'es were' if n > 1 else ' was'} retraced: {why}."
     for what,n in self.beside.items(): yield f"{n} batch{'es' if n > 1 else ''} ran a program beside the step: {what}."
     if self.watch is None and not self.clean:
         yield ("Which lines these come from, and why: `learn.xla_report(causes=True)`, which looks at a few batches, "

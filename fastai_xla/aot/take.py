@@ -58,7 +58,8 @@ def _state_of(learn):
     "Name -> tensor of an optimizer's state"
     opts = [o for o in (learn.opt, getattr(learn.opt, 'opt', None)) if hasattr(o, 'state')]
     names = {p: n for n,p in learn.model.named_parameters()}
-    found = {f'{names.get(p, "?")}: {k}': t for o in opts for p,st in o.state.items() for k,t in st.items()}
+    found = {f'{names.get(p, "?")}: {k}': t for o in opts for p,st in o.state.items() if isinstance(st, dict)
+             for k,t in st.items()}
     return {n: t for n,t in found.items() if isinstance(t, torch.Tensor) and is_xla(t)}
 
 def _weights_of(learn): return dict(learn.model.named_parameters()) | dict(learn.model.named_buffers())

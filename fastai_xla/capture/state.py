@@ -118,15 +118,18 @@ class Kept:
     def __init__(self,
         ts:list, # XLA tensors that are computed
     ):
-        self.ts,self.buffers = ts,buffers(ts)
+        self.ts,self.ids,self.buffers = ts,[tensor_id(t) for t in ts],buffers(ts)
         with torch.no_grad(): self.copies = [t.detach().clone() for t in ts]
 
     def restore(self):
         "Put the data back into those tensors that have other data now"
         synced = bool(self.ts) and not pending(self.copies[:1])[0]   # then a buffer that looks the same may be another one
         changed = [i for i,(t,b,p) in enumerate(zip(self.ts, self.buffers, pending(self.ts))) if synced or p or buffers([t])[0] != b]
-        # each by its own copy: the memory behind a number may be another by now
-        for i in changed: set_data(self.ts[i], self.copies[i] if synced else graph_inputs([self.copies[i]])[1][0])
+        new = {}   # aliases stay aliases
+        for i in changed:
+            # by its own copy: the memory behind a number may be another by now
+            if self.ids[i] not in new: new[self.ids[i]] = self.copies[i] if synced else graph_inputs([self.copies[i]])[1][0]
+            set_data(self.ts[i], new[self.ids[i]])
 
 # %% ../../nbs/api/05b_capture.state.ipynb #2350479c
 class Memory:

@@ -131,7 +131,7 @@ def _move_state(
     state, # Parameter -> its state
 ):
     "Move the state of each parameter to the parameter's device"
-    todo = [(s, k, p.device) for p,s in state.items()
+    todo = [(s, k, p.device) for p,s in state.items() if isinstance(s, dict)   # a tensor of the optimizer's own stays
             for k,v in s.items() if isinstance(v, torch.Tensor) and v.device != p.device and (k != 'step' or is_xla(v))]
     for (s,k,device),t in zip(todo, fetch([s[k] for s,k,_ in todo])): s[k] = send([t], device)[0]
 

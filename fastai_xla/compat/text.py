@@ -11,6 +11,7 @@ __all__ = ['n_lengths', 'text_lengths', 'pad_chunk', 'load_model_text', 'load_ig
 import threading
 
 import torch
+import torch.nn.functional as F
 from fastcore.all import *
 import fastai.text.data, fastai.text.learner
 from fastai.text.data import SortedDL
@@ -27,10 +28,13 @@ def _forget(module, idle):
     if hasattr(module, 'hidden'): module.hidden = [tuple(h.masked_fill(idle[None,:,None], 0) for h in hs) for hs in module.hidden]
 
 def _aligned(input, pad_idx, bptt):
-    "Move texts that begin within a chunk to its start; the padding before them goes to the end"
-    sl = input.shape[1]
-    i = (input != pad_idx).int().argmax(1, keepdim=True) % bptt + torch.arange(sl, device=input.device)
-    return input.gather(1, i.clamp(max=sl-1)).masked_fill(i >= sl, pad_idx)
+    "Let each text begin with a chunk and end in the last one, where fastai's pooling looks for its end"
+    if input.shape[1] > bptt: input = F.pad(input, (0, -input.shape[1] % bptt), value=pad_idx)
+    sl,token = input.shape[1],(input != pad_idx).int()
+    before,after = token.argmax(1, keepdim=True),token.flip(1).argmax(1, keepdim=True)
+    start = (before+after)//bptt*bptt
+    i = torch.arange(sl, device=input.device) - start
+    return input.gather(1, (i+before).clamp(0, sl-1)).masked_fill((i < 0) | (i+before >= sl-after), pad_idx)
 
 @patch
 def forward(self:SentenceEncoder, input):

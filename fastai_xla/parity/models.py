@@ -150,9 +150,9 @@ def _opt_noted(opt):
     "Functions that undo a step of `opt`"
     if opt is None: return []
     inner = _opt_noted(opt.opt) if isinstance(getattr(opt, 'opt', None), (torch.optim.Optimizer, _BaseOptimizer)) else []
-    state,attrs,hypers = {p: dict(s) for p,s in opt.state.items()},dict(vars(opt)),[dict(h) for h in getattr(opt, 'hypers', [])]
+    state,attrs,hypers = {p: dict(s) if isinstance(s, dict) else s for p,s in opt.state.items()},dict(vars(opt)),[dict(h) for h in getattr(opt, 'hypers', [])]
     slow = [w for pg in getattr(opt, 'slow_weights', None) or [] for w in pg]
-    values = _values([t for s in state.values() for t in s.values() if isinstance(t, torch.Tensor)] + slow)
+    values = _values([t for s in state.values() for t in (s.values() if isinstance(s, dict) else [s]) if isinstance(t, torch.Tensor)] + slow)
     def undo():
         vars(opt).update(attrs)
         opt.state.clear()
