@@ -27,8 +27,9 @@ def named(
     rows:pd.DataFrame, # From `read`
     *which:str, # Verdicts; by default those of cells that are not as on the CPU
 ) -> pd.DataFrame: # A row for each cell
-    "Cells and their reasons, where one is known, else what was seen"
+    "Cells and what was seen, with the reason where one is known"
     found = rows[rows.verdict.isin(which or (*bad, 'warns'))]
-    why = found.why.where(found.why != '', found.detail.str.slice(0, 300))
+    seen = found.detail.str.slice(0, 300)
+    why = [f'{w} (seen: {s})' if w and s else w or s for w,s in zip(found.why, seen)]
     return pd.DataFrame(dict(notebook=found.notebook, cell=found.cell, line=found['first'],
                              verdict=found.verdict, why=why)).reset_index(drop=True)
