@@ -26,7 +26,7 @@ cases = [(g, c) for g,cs in (groups | dict(metric=by_kind(groups['metric']), mor
 
 @pytest.fixture(autouse=True)
 def no_looks(monkeypatch):
-    "Looks go by the clock: on a busy machine one would fall into a steady batch"
+    "The progress bar reads once a second: on a busy machine one would fall into a steady batch"
     monkeypatch.setattr(runtime, 'look_every', float('inf'))
 
 @pytest.mark.parametrize('case', [c for _,c in cases], ids=[f'{g}-{c.name}' for g,c in cases])
