@@ -166,7 +166,8 @@ def test_views_in_and_out(ctx, view):
         diagonal=lambda x: x.diagonal(), einsum=lambda x: torch.einsum('abcc->abc', x), layer_norm=lambda x: F.layer_norm(x, (5,)),
         group_norm=lambda x: F.group_norm(x, 2), attention=lambda x: F.scaled_dot_product_attention(x, x, x),
         bn=lambda x: F.batch_norm(x, x.new_zeros(6), x.new_ones(6)), resize=lambda x: F.interpolate(x, scale_factor=2, mode='bilinear'),
-        cumsum=lambda x: (x > 0).cumsum(1).to(x.dtype), norm=lambda x: x.norm(dim=1), huber=lambda x: F.huber_loss(x, x*2, reduction='none'))
+        cumsum=lambda x: (x > 0).cumsum(1).to(x.dtype), norm=lambda x: x.norm(dim=1),
+        huber=lambda x: F.huber_loss(x, x*2, reduction='none'))
     run = lambda f, x: f(views[view](x+0))[1:].flatten(1)
     with ctx(): got = fetch([run(f, x.to(dev)) for f in fs.values()])
     for (n,f),y in zip(fs.items(), got): assert error(y, run(f, x.double())) < 1e-5, n
