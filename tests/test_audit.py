@@ -4,7 +4,6 @@ from math import cos
 import pytest
 from fastai.vision.all import *
 from fastai_xla.all import *
-from fastai_xla.replay import Replay
 from common import *
 
 class Loss:
@@ -40,8 +39,7 @@ def test_what_changes_by_epoch_is_never_stale(f):
     assert 'In training, epoch 1, batch 0, an audit found' in told[0]
     assert any('an audit found' in why for why in learn.xla_report().plain)
 
-def test_without_audits_it_would_be_stale(monkeypatch):
-    monkeypatch.setattr(Replay, '_audit_due', lambda self, rec: False)
+def test_without_audits_it_would_be_stale(without_audits):
     losses,told,_ = losses_of(by_epoch['a_list'])
     right,*_ = losses_of(by_epoch['a_list'], replay=False)
     assert not told and not torch.allclose(losses, right)

@@ -111,10 +111,14 @@ def test_read(name):
     assert n_runs(learn) >= len(learn.dls.train)+len(learn.dls.valid), (n_runs(learn), learn.xla_opt.replay.why)
 
 @pytest.mark.parametrize('name', ['global_number', 'closure', 'model_settings', 'patched'])
-def test_read_control(name, monkeypatch):
+def test_read_control(name, monkeypatch, without_audits):
     "Without a look at what was read the old value stays"
     monkeypatch.setattr(Reads, 'moved', lambda self: '')
     with pytest.raises(AssertionError): compare(*story(name))
+
+def test_audit_finds_what_is_not_looked_at(monkeypatch):
+    monkeypatch.setattr(Reads, 'moved', lambda self: '')
+    with pytest.warns(UserWarning, match='an audit found'): compare(*story('global_number'))
 
 def test_number_of_the_learner():
     "What the text of that refusal recommends: one program for all values"

@@ -121,8 +121,8 @@ class Beside(Callback):
     "A program of its own at each batch"
     def after_batch(self): self.seen = self.loss*2
 
-def test_probe_sees():
-    "Whoever records at each batch does not pass, whatever that costs the device, nor what else runs in a batch"
+def test_probe_sees(without_audits):
+    "Whoever records at each batch does not pass, whatever that costs the device, nor what else runs in a batch; audits aside"
     for opt in (SGD, Adam):
         _,probe,_ = run(lambda: image_learner(cbs=Forgets(), opt_func=opt), one_cycle, True)
         for training,n in ((True, 14), (False, 5)):
@@ -180,7 +180,7 @@ def test_counts_at_every_batch():
     learn,probe = compare(with_cbs(Counts))
     assert learn.counts.n == len(probe.rows) == n_runs(learn)
 
-def test_guard_is_needed(monkeypatch):
+def test_guard_is_needed(monkeypatch, without_audits):
     "Without the comparison of two traces a changing number is frozen whose name nobody sees"
     from fastai_xla.capture.step import Recording
     monkeypatch.setattr(Recording, 'verify', lambda self, inputs: None)

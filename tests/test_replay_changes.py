@@ -546,7 +546,7 @@ controls = dict(lr=(one_cycle, [(Numbers, '_add', all_but_lr), (Recording, 'veri
     counter=(counts, [(Trace, '_count', noop)]), log=(logs, [(capture, 'no_effects', nullcontext)]))
 
 @pytest.mark.parametrize('name', controls)
-def test_control(name, monkeypatch):
+def test_control(name, monkeypatch, without_audits):
     story,guards = controls[name]
     make = learner if name != 'lr' else lambda: learner(opt_func=SGD)
     compare(make, story)

@@ -9,7 +9,7 @@ __all__ = ['aliased', 'no_host_draws', 'HostNumber', 'number_keys', 'get_number'
 
 # %% ../../nbs/api/05c_capture.step.ipynb #67e4bf52
 import random
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -162,7 +162,6 @@ class Trace:
         seed:int, # For the numbers that torch is shown
         then=noop, # Called with the trace while its graph is there
         unread=frozenset(), # As for `Tape`
-        watched:bool=True, # Look for effects of the user's code? Not needed where a trace of the same code has been watched
     ):
         settle_tensors()
         self.inputs,self.tape,rng,before = inputs,Tape(seed, unread),rng_state(),places()
@@ -171,7 +170,7 @@ class Trace:
         self.reads = Reads([*before.keys, *map(id, numbers.dicts)], numbers.places)
         numbers.show(self.tape)
         try:
-            outs = self._steps(fn, numbers, watched)
+            outs = self._steps(fn, numbers)
             self.n_draws = n_draws(self.seeds[-1], rng_state())
             c = xla_counts() - c0
             if c.fallbacks: raise Refused(f"operators without an XLA kernel run on the CPU: {', '.join(c.fallbacks)}")
@@ -189,12 +188,12 @@ class Trace:
 
 # %% ../../nbs/api/05c_capture.step.ipynb #5a3c7001
 @patch
-def _steps(self:Trace, fn, numbers, watched):
+def _steps(self:Trace, fn, numbers):
     "What each step returns, of those that are recorded as one"
     if any(n_holders([self.memory.tensors[i] for i in self.memory.weights])): raise Refused(aliased)   # a trace would part them
     try:
         with (no_host_draws(), shared_scalars(), recorded_math(), torch.autograd.set_multithreading_enabled(False),
-              no_effects(self.reads) if watched else nullcontext()):
+              no_effects(self.reads)):
             outs = [self._step(fn, j, numbers) for j in range(len(numbers.later)+1)]
     finally: changed = self.reads.restore()
     if changed:
@@ -425,7 +424,6 @@ def verify(self:Recording,
 @patch
 def retrace(self:Recording,
     inputs:list, # XLA tensors of another batch
-    watched:bool=True, # As for `Trace`
 ):
     "Trace the step without running it; raises where it is not what was recorded"
     names,meanings = self.names,self.meanings
@@ -433,7 +431,7 @@ def retrace(self:Recording,
     for unread in (self.tape.unread(), frozenset()):
         self.names,self.meanings = names,dict(meanings)
         try:
-            trace = Trace(self.fn, self.places, inputs, self.get_numbers(), seed=3, unread=unread, watched=watched)
+            trace = Trace(self.fn, self.places, inputs, self.get_numbers(), seed=3, unread=unread)
             self.tape.true = trace.tape.true
             self._compare(trace)
             break
