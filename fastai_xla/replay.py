@@ -489,7 +489,7 @@ def _audit(self:Replay, rec, recs, inputs):
     self.tracing = self.auditing = True
     self.audits[self.learn.training] += 1
     since,rec.since,rec.audited = rec.since,rec.runs,self.passes
-    try: rec.retrace(inputs)
+    try: rec.audit(inputs)
     except Exception as e:
         self.failed[self.learn.training] = 4
         why = f"an audit found that the step is not what was recorded: {e}"

@@ -19,6 +19,7 @@ def repeat(self, learn, loss):
 by_epoch = dict(a_list=lambda o, learn, l: l*o.ws[learn.epoch],
     np_interp=lambda o, learn, l: l*float(np.interp(learn.epoch, [0, 3], [.5, 1.])),
     math_cos=lambda o, learn, l: l*cos(learn.epoch), a_loop=repeat,
+    a_bit=lambda o, learn, l: l*(2. if learn.epoch & 1 else 1.),
     linspace=lambda o, learn, l: l*torch.linspace(1, .1, 4)[learn.epoch].item())
 
 def losses_of(f, n=3, replay=True):

@@ -419,25 +419,29 @@ def verify(self:Recording,
     if self.checks > 8:
         raise Refused("a number that changes and a constant of the graph look the same "
                       "in one step after another, so that each would have to be traced")
-    self.retrace(inputs)
+    self._retrace(inputs)
+    found = self._found()
+    try: self._retrace(inputs, self.tape.unread())   # tells numbers from constants that happen to be equal
+    except Exception: self.names,self.meanings,self.doubts = found
+    self._plan()
 
 @patch
-def retrace(self:Recording,
+def audit(self:Recording,
     inputs:list, # XLA tensors of another batch
 ):
     "Trace the step without running it; raises where it is not what was recorded"
-    names,meanings = self.names,self.meanings
-    # the first tells numbers from constants that happen to be equal; where it fails, the second has the say
-    for unread in (self.tape.unread(), frozenset()):
-        self.names,self.meanings = names,dict(meanings)
-        try:
-            trace = Trace(self.fn, self.places, inputs, self.get_numbers(), seed=3, unread=unread)
-            self.tape.true = trace.tape.true
-            self._compare(trace)
-            break
-        except Exception:
-            if not unread: raise
-    self._plan()
+    found = self._found()
+    try: self._retrace(inputs)
+    finally: self.names,self.meanings,self.doubts = found
+
+@patch
+def _found(self:Recording): return self.names,dict(self.meanings),dict(self.doubts)
+
+@patch
+def _retrace(self:Recording, inputs, unread=frozenset()):
+    trace = Trace(self.fn, self.places, inputs, self.get_numbers(), seed=3, unread=unread)
+    self.tape.true = trace.tape.true
+    self._compare(trace)
 
 # %% ../../nbs/api/05c_capture.step.ipynb #182e33fa
 def _shape(reader):
