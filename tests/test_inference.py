@@ -80,7 +80,7 @@ def test_load_learner_to_xla(pair):
     assert close([cpu.predict(f)[2]], [back.predict(f)[2]])
     assert next(back.model.parameters()).device.type == 'xla'
 
-def test_max_held(pair, monkeypatch):
+def test_max_held(pair, monkeypatch, without_audits):
     "Many predictions do not gather on the device"
     import fastai_xla.compat.core as core
     cpu,xla = pair
