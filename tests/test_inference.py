@@ -24,7 +24,7 @@ def pair(tmp_path_factory):
 
 def close(a, b): return all((x.float()-y.float()).abs().max() < 1e-4 for x,y in zip(a, b) if isinstance(x, Tensor))
 
-def test_get_preds(pair):
+def test_get_preds(pair, without_audits):
     cpu,xla = pair
     for _ in range(2): xla.get_preds()   # which record the step
     with count_xla() as c: b = xla.get_preds()
