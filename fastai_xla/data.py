@@ -8,7 +8,7 @@ Docs: https://fastai-xla.github.io/fastai_xla/api/data.html.md"""
 __all__ = ['ahead', 'Fed', 'in_groups', 'feedable', 'feed']
 
 # %% ../nbs/api/06_data.ipynb #04da8813
-import dis, pickle, random, warnings
+import dis, pickle, random, sys, warnings
 from collections import deque
 from concurrent import futures
 from contextlib import suppress
@@ -91,6 +91,7 @@ ahead = 2 # Groups of batches (by default a group is one batch) that are read ah
 def _read_ahead(groups):
     "The `Fed`s of `groups`, which run in a thread"
     pool,ctx,wait = futures.ThreadPoolExecutor(1, 'fastai_xla feed', torch.set_grad_enabled, (torch.is_grad_enabled(),)),copy_context(),True
+    ends,quiet = sys.is_finalizing,suppress   # names of the module are gone at the end
     def more(): return pool.submit(ctx.run, next, groups, None)
     try:
         todo = deque(more() for _ in range(ahead))
@@ -101,8 +102,9 @@ def _read_ahead(groups):
         wait = False   # the dataset may never answer
         raise
     finally:
-        # in the thread itself, where the garbage collector may run, there is nothing to wait for
-        with suppress(RuntimeError): pool.shutdown(wait, cancel_futures=True)
+        # in the thread itself, where the garbage collector may run, there is nothing to wait for; nor where the process ends
+        with quiet(RuntimeError):
+            if not ends(): pool.shutdown(wait, cancel_futures=True)
 
 # %% ../nbs/api/06_data.ipynb #39bd124d
 _by_item = 'create_item do_item create_batch do_batch create_batches chunkify sample retain'.split()
