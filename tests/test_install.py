@@ -29,6 +29,7 @@ def pip_would_install(tmp, python, reqs, *opts):
     constraints = tmp/'constraints.txt'
     constraints.write_text('\n'.join(f'{k}=={v}' for k,v in installed(python).items()))
     dry = ['--dry-run', '--ignore-installed', '--quiet', '--report', '-', '--target', tmp/'site', '--retries', '1']
+    dry += ['--ignore-requires-python']   # pip may ask that of the Python that runs it
     wheels = ['--only-binary', ':all:', '--python-version', python, '--constraint', constraints]
     wheels += ['--use-feature', 'fast-deps']   # an index that serves no metadata apart is asked for a part of the wheel
     cmd = [sys.executable, '-m', 'pip', 'install', *dry, *wheels, *opts, *(f'{o.name}{o.specifier}' for o in reqs)]
