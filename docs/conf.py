@@ -18,7 +18,8 @@ nb_code_prompt_show,nb_code_prompt_hide = 'Show the code','Hide the code'
 myst_enable_extensions = ['amsmath', 'colon_fence', 'deflist', 'dollarmath', 'html_image', 'strikethrough', 'tasklist']
 myst_dmath_allow_space = myst_dmath_allow_digits = False     # "$1 and $2" is no formula
 myst_all_links_external = True              # build.py has resolved them, and check.py looks them up
-suppress_warnings = ['myst.header', 'myst.strikethrough']    # `show_doc` makes a third-level heading anywhere; strikethrough works in HTML only
+# `show_doc` makes a third-level heading anywhere; strikethrough works in HTML only
+suppress_warnings = ['myst.header', 'myst.strikethrough']
 
 html_theme,html_title,html_baseurl = 'furo',cfg.title,cfg.doc_url
 html_static_path,html_css_files = ['_static'],['site.css']

@@ -58,7 +58,8 @@ def myst_div(attrs:str, body:str) -> str: # MyST
     if not (found := callout(attrs, body)): return body
     kind,title,body = found
     title = title or kind.capitalize()
-    return directive('dropdown', title, body) if re.search('collapse="?true', attrs) else directive('admonition', title, body, f':class: {kind}')
+    if re.search('collapse="?true', attrs): return directive('dropdown', title, body)
+    return directive('admonition', title, body, f':class: {kind}')
 
 def gfm_div(attrs:str, body:str) -> str: # GitHub's markdown
     "A callout as an alert; any other div leaves its body"

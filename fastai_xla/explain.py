@@ -45,7 +45,7 @@ class XLAReportCallback(Callback):
             raise RuntimeError("This learner is not on an XLA device, so there is nothing to watch. Call `learn.to_xla()` before you fit.")
         self.watch,self.told,opt = self._watch or OpWatch(),set(),self.learn.xla_opt
         self.replay,self.learn.replayed = getattr(opt, 'replay', None),None
-        opt.log.watch,opt.replay = self.watch,None   # of a step that is run again there is nothing to see
+        opt.log.watch,opt.replay = self.watch,None   # a replayed step shows nothing
         self.watch.__enter__()
         self.watching = True
 

@@ -197,7 +197,7 @@ def _attach(learn, cb): cb.learn,learn.xla_opt = learn,cb
 
 def _recorder(learn, n_steps, replay):
     if not (why := cannot_replay()): return Replay(learn, n_steps, replay is True)
-    warnings.warn(f"Steps cannot be recorded and run again here: {why}. Training goes on without, each step retraced.")
+    warnings.warn(f"Steps cannot be recorded and replayed here: {why}. Training goes on without, each step retraced.")
 
 # %% ../nbs/api/07_learner.ipynb #09479c00
 @patch

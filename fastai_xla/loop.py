@@ -1,4 +1,4 @@
-"""fastai's loop, with steps that are run again, one by one or several at once
+"""fastai's loop, with steps that are replayed, one by one or several at once
 
 Docs: https://fastai-xla.github.io/fastai_xla/api/loop.html.md"""
 

@@ -1,4 +1,4 @@
-"""The batches of a Learner, recorded once and run again
+"""The batches of a Learner, recorded once and replayed
 
 Docs: https://fastai-xla.github.io/fastai_xla/api/replay.html.md"""
 
@@ -116,7 +116,7 @@ class Replay:
         self.quiet = False   # in the loop, and no callback runs there that could change what the step depends on
         self.late = False   # metrics after the step, since a callback changes what they are computed of?
         self.shared = False   # does somebody hold an alias of a parameter?
-        self.ran_at = None   # `n_moves` after a step that was run again, where callbacks may draw or run something
+        self.ran_at = None   # `n_moves` after a replayed step, where callbacks may draw or run something
         self.passes,self.audits,self.auditing = 0,Counter(),False   # over a dataloader, in fits; training? -> audits of this fit
         self.moved,self.tracing = False,False   # was this batch traced?
         self.apart = ''   # why the batch transforms are no part of the step

@@ -486,8 +486,8 @@ _graph_names = """_xla_get_tensor_id _get_tensors_handle _check_tensor_need_mate
     _clear_pending_irs _set_buffer_donation _xla_set_rng_seed _xla_get_rng_seed _xla_sync_live_tensors _xla_tensors_from_aten
     _set_xla_enable_device_data_cache _set_xla_handle_special_scalars _xla_wait_device_ops""".split()
 
-def cannot_replay() -> str: # Why; empty where graphs can be run again
-    "Does this torch_xla have what it takes to run a graph again?"
+def cannot_replay() -> str: # Why; empty where graphs can be replayed
+    "Does this torch_xla have what it takes to replay a graph?"
     missing = [n for n in _graph_names if not hasattr(_XLAC, n)] if torch_xla else ['torch_xla itself']
     if not missing:
         try: from torch_xla.utils.buffer_donor_context import alias_with_buffer_donor_config

@@ -154,6 +154,7 @@ def test_to_xla_arguments(tmp_path):
     with learn.no_logging(): learn.fit(1)
     for kw in (dict(steps_per_execution=0), dict(steps_per_execution=8, replay=False)):
         with pytest.raises(ValueError, match='steps_per_execution'): image_learner().to_xla(**kw)
+    with pytest.raises(ValueError, match="this takes 'auto'"): image_learner().to_xla(replay='audit')
 
 def test_cache_probe(tmp_path):
     """Elsewhere than on a CPU, the second process with a folder knows whether programs can be read back

@@ -4,6 +4,7 @@ from configparser import ConfigParser
 from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from fastai_xla import runtime
 
 parser = ConfigParser(delimiters=['='])
@@ -29,13 +30,15 @@ def pip_would_install(tmp, python, reqs, *opts):
     constraints = tmp/'constraints.txt'
     constraints.write_text('\n'.join(f'{k}=={v}' for k,v in installed(python).items()))
     dry = ['--dry-run', '--ignore-installed', '--quiet', '--report', '-', '--target', tmp/'site', '--retries', '1']
-    dry += ['--ignore-requires-python']   # pip may ask that of the Python that runs it
+    dry += ['--ignore-requires-python']   # pip may ask that of the Python that runs it; asked below
     wheels = ['--only-binary', ':all:', '--python-version', python, '--constraint', constraints]
     wheels += ['--use-feature', 'fast-deps']   # an index that serves no metadata apart is asked for a part of the wheel
     cmd = [sys.executable, '-m', 'pip', 'install', *dry, *wheels, *opts, *(f'{o.name}{o.specifier}' for o in reqs)]
     res = subprocess.run(cmd, capture_output=True, text=True)
     assert res.returncode == 0, res.stderr
-    return {o['metadata']['name'].lower().replace('_', '-'): o['metadata']['version'] for o in json.loads(res.stdout)['install']}
+    found = [o['metadata'] for o in json.loads(res.stdout)['install']]
+    for o in found: assert SpecifierSet(o.get('requires_python', '')).contains(f'{python}.0'), f"{o['name']} is not for Python {python}"
+    return {o['name'].lower().replace('_', '-'): o['version'] for o in found}
 
 @pytest.fixture(scope='module')
 def index(tmp_path_factory):

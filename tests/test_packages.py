@@ -3,6 +3,7 @@ import torch
 from torch import nn
 from fastai.vision.all import *
 from fastai_xla.all import *
+from fastai_xla.aot.take import _state_of
 from fastai_xla.runtime import device, fetch, manual_seed
 from common import *
 
@@ -112,6 +113,7 @@ def test_optimizer_with_a_tensor_of_its_own_in_its_state():
         test_eq(learn.opt.opt.state['k'].item(), 2*4)
     test_close(losses[1], losses[0], eps=1e-4)
     check_training(learn)
+    test_eq(_state_of(learn), {})   # what programs take is the parameters' state
     learn.detach_xla()
     with learn.no_logging(), learn.no_bar(): learn.fit(1, 1e-2)
     test_eq(learn.opt.opt.state['k'].item(), 3*4)

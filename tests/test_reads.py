@@ -1,4 +1,4 @@
-"""What the user's own functions read is looked at before a step is run again
+"""What the user's own functions read is compared before a step is replayed
 
 What they do to objects of their own is neither lost nor done twice."""
 import contextvars, csv, io, itertools, pickle, random

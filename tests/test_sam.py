@@ -200,7 +200,7 @@ xla_cases = dict(plain=lambda: image_learner(cbs=SAM(), opt_func=partial(SGD, mo
 
 @pytest.mark.parametrize('case', xla_cases)
 def test_replayed(case):
-    "Plain, one execution for each batch; recorded once and run again, both halves are bit for bit as in plain steps"
+    "Plain, one execution for each batch; recorded once and replayed, both halves are bit for bit as in plain steps"
     def run(replay):
         set_seed(0, reproducible=True)
         learn = xla_cases[case]().remove_cb(ProgressCallback)

@@ -65,16 +65,16 @@ def test_lm_parity():
     for a,b in zip(cpu.model.parameters(), fetch(list(xla.model.parameters()))): assert (a-b).abs().max() < 1e-2
 
 def test_lm_dropout():
-    "With dropout the random draws differ, perplexity and losses hardly; the control, without dropout, has lower losses"
+    "With dropout the random draws differ, losses less than what dropout does to them: the control, without it, has lower losses"
     strong = dict(weight_p=.5, hidden_p=.5, input_p=.5, embed_p=.3, output_p=.5)
     def run(xla, config):
         learn = lm_learner(dls=lm_dls(32, valid_pct=.2), config=config)
         if xla: learn.to_xla()
         rec = fit(learn, 1, 3e-2).recorder
-        return rec.values[0][-1],torch.stack(list(rec.losses))[-10:].mean()
+        return rec.values[0][-1],torch.stack(list(rec.losses))[-50:].mean()
     (cpu,a),(xla,b),(_,none) = run(False, strong),run(True, strong),run(False, plain)
-    assert abs(cpu-xla) < .02*cpu, (cpu, xla)
-    assert abs(a-b) < .01*a and none < .985*a, (a, b, none)
+    assert abs(cpu-xla) < .03*cpu, (cpu, xla)
+    assert abs(a-b) < .5*(min(a, b)-none), (a, b, none)
 
 def test_classifier_contract():
     "A graph for each length, all in the first epoch; lengths have no other say"

@@ -82,7 +82,7 @@ class LearnerProgram:
         roles:dict, # Memory -> role and name
         size:int, # Items in a batch
         steps:int=1, # Steps that run as one
-        why:str='', # Why it is not recorded and run again, but traced in each batch; empty if it is
+        why:str='', # Why it is not recorded and replayed, but retraced in each batch; empty if it is
     ):
         store_attr('kind,size,steps,why')
         ts = graph_inputs(roots)[1]

@@ -1,4 +1,4 @@
-"""A step traced once and run again and again
+"""A step traced once and replayed
 
 Docs: https://fastai-xla.github.io/fastai_xla/api/capture.step.html.md"""
 

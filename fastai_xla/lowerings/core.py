@@ -76,22 +76,25 @@ class Lowering:
             return f
         return _inner
 
-    @property
-    def active(self) -> bool: return self.lib is not None
+# %% ../../nbs/api/01_lowerings.core.ipynb #b829d1a1
+@patch(as_prop=True)
+def active(self:Lowering) -> bool: return self.lib is not None
 
-    def on(self):
-        "Register the kernels"
-        if self.active: return
-        self.lib = torch.library.Library('aten', 'IMPL')   # the registration lives as long as this object
-        with warnings.catch_warnings():
-            warnings.filterwarnings('ignore', message=r'(?s).*Overriding a previously registered kernel')
-            for op,key,f in self.kernels: self.lib.impl(op, f, key, allow_override=True)
+@patch
+def on(self:Lowering):
+    "Register the kernels"
+    if self.active: return
+    self.lib = torch.library.Library('aten', 'IMPL')   # the registration lives as long as this object
+    with warnings.catch_warnings():
+        warnings.filterwarnings('ignore', message=r'(?s).*Overriding a previously registered kernel')
+        for op,key,f in self.kernels: self.lib.impl(op, f, key, allow_override=True)
 
-    def off(self):
-        "Take the kernels back: torch_xla's own are in place again"
-        if not self.active: return
-        self.lib._destroy()
-        self.lib = None
+@patch
+def off(self:Lowering):
+    "Take the kernels back: torch_xla's own are in place again"
+    if not self.active: return
+    self.lib._destroy()
+    self.lib = None
 
 # %% ../../nbs/api/01_lowerings.core.ipynb #51b3c497
 def lacks(

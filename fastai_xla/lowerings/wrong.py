@@ -34,12 +34,15 @@ def _cumsum(x, dim, *, dtype=None):
 
 bitwise = Lowering('bitwise', lambda: True, 'operands of two types give the first one')
 
+def _on(o, dtype, device):
+    "A Python number comes as it is, a tensor of one number may be on the CPU"
+    return o.to(device) if isinstance(o, torch.Tensor) else torch.full((), o, dtype=dtype, device=device)
+
 def _bitwise(op):
     def _kernel(a, b):
         dtype = torch.result_type(a, b)
         at = next(o.device for o in (a, b) if isinstance(o, torch.Tensor) and is_xla(o))
-        # a Python number comes as it is, a tensor of one number may be on the CPU
-        a,b = torch.broadcast_tensors(*(o.to(at) if isinstance(o, torch.Tensor) else torch.full((), o, dtype=dtype, device=at) for o in (a, b)))
+        a,b = torch.broadcast_tensors(_on(a, dtype, at), _on(b, dtype, at))
         return op(a.to(dtype, copy=True), b.to(dtype))
     return _kernel
 

@@ -146,13 +146,17 @@ def _values(ts):
         for t,v in vals: t.data.copy_(v)
     return undo
 
+# beside those of its parameters an optimizer may have a tensor of its own
+def _tensors_in(s): return [t for t in (s.values() if isinstance(s, dict) else [s]) if isinstance(t, torch.Tensor)]
+
 def _opt_noted(opt):
     "Functions that undo a step of `opt`"
     if opt is None: return []
     inner = _opt_noted(opt.opt) if isinstance(getattr(opt, 'opt', None), (torch.optim.Optimizer, _BaseOptimizer)) else []
-    state,attrs,hypers = {p: dict(s) if isinstance(s, dict) else s for p,s in opt.state.items()},dict(vars(opt)),[dict(h) for h in getattr(opt, 'hypers', [])]
+    state = {p: dict(s) if isinstance(s, dict) else s for p,s in opt.state.items()}
+    attrs,hypers = dict(vars(opt)),[dict(h) for h in getattr(opt, 'hypers', [])]
     slow = [w for pg in getattr(opt, 'slow_weights', None) or [] for w in pg]
-    values = _values([t for s in state.values() for t in (s.values() if isinstance(s, dict) else [s]) if isinstance(t, torch.Tensor)] + slow)
+    values = _values([t for s in state.values() for t in _tensors_in(s)] + slow)
     def undo():
         vars(opt).update(attrs)
         opt.state.clear()
