@@ -12,7 +12,8 @@ from fastai.layers import ConvLayer
 from fastai_xla.runtime import *
 from fastai_xla.lowerings.all import register_lowerings
 from fastai_xla.lowerings.core import without_lowerings
-from fastai_xla.norm import RunningBatchNorm2d, convert_norm
+from fastai_xla.norm import RunningBatchNorm2d
+from fastai_xla.convert import convert_norm
 
 class Lesson10(nn.Module):
     "RunningBatchNorm of fast.ai's lesson 10"

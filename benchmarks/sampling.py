@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from fastai.layers import ConvLayer, Flatten, ResBlock
 from fastai_xla.runtime import *
+from fastai_xla.graphs import *
 from fastai_xla.lowerings.all import register_lowerings
 from fastai_xla.sampling import langevin_sample
 

@@ -12,14 +12,16 @@ __all__ = ['device', 'is_xla', 'sync', 'count_xla', 'manual_seed', 'XLAReport', 
            'locate_fault', 'compare_backends', 'TPUReport', 'largest_batch']
 
 # %% ../nbs/api/20_all.ipynb #eaae11f8
-from .runtime import device, is_xla, sync, count_xla, manual_seed
+from .runtime import device, is_xla, sync, count_xla
+from .graphs import manual_seed
 from .report import XLAReport
-from .learner import XLAOptCallback
-from .norm import RunningBatchNorm, RunningBatchNorm1d, RunningBatchNorm2d, RunningBatchNorm3d, convert_norm, freeze_bn
+from .opt_callback import XLAOptCallback
+from .norm import RunningBatchNorm, RunningBatchNorm1d, RunningBatchNorm2d, RunningBatchNorm3d
+from .convert import convert_norm, freeze_bn
 from .sampling import langevin_sample, class_energy, ContrastiveDivergence
 from .optim import SAM
 from .explain import XLAReportCallback, explain_step, draw_graph
-from .hlo import diff_graphs
+from .diagram import diff_graphs
 from .aot.report import TPUReport, largest_batch
 from .parity.models import compare_models, trainable_params, check_training
 from .parity.truth import swap_op

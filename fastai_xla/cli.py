@@ -17,6 +17,7 @@ from PIL import Image
 from fastai.vision.all import *
 
 from .runtime import *
+from .transfer import *
 from .runtime import _version
 from .all import *
 

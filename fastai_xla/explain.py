@@ -22,11 +22,16 @@ from fastai.callback.progress import CSVLogger
 from fastai.learner import Learner
 
 from .runtime import *
+from .graphs import *
+from .transfer import *
 from .report import *
 from .causes import *
+from .op_watch import *
 from .hlo import *
+from .diagram import *
 from .lowerings.core import *
 from .learner import *
+from .opt_callback import *
 
 # %% ../nbs/api/08a_explain.ipynb #ccebaab3
 def _input_specs(xs, name): return {f'{name}[{i}]': spec(x) for i,x in enumerate(xs) if isinstance(x, torch.Tensor)}

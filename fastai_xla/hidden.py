@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from fastcore.all import *
 
 from .runtime import *
+from .transfer import *
 from .capture.effects import is_library
 
 # %% ../nbs/api/06a_hidden.ipynb #4c1d0b06

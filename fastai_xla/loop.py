@@ -17,11 +17,11 @@ from fastai.callback.core import *
 from fastai.callback.fp16 import MixedPrecision
 from fastai.learner import Learner, CastToTensor
 
-from .runtime import *
 from .compat.optimizer import zeros_shown
-from .data import Fed, feed, feedable, in_groups
+from .data import RawBatch, feed, feedable, in_groups
 from .capture.effects import is_library
-from .capture.step import *
+from .capture.values import *
+from .learner_step import *
 from .replay import *
 
 # %% ../nbs/api/06c_loop.ipynb #acbdef69
@@ -42,10 +42,10 @@ def all_batches(self:Learner):
     r.looping = True
     r.passes += self.xla_opt.fitting   # a prediction is not audited each time
     try:
-        for feds in in_groups(feed(self.dl, r.n_steps), r.n_steps):
-            if len(feds) == 1 or len(feds) < r.n_steps or not r.several(i, feds):
-                for j,fed in enumerate(feds): self.one_batch(i+j, fed)
-            i += len(feds)
+        for raws in in_groups(feed(self.dl, r.n_steps), r.n_steps):
+            if len(raws) == 1 or len(raws) < r.n_steps or not r.several(i, raws):
+                for j,b in enumerate(raws): self.one_batch(i+j, b)
+            i += len(raws)
     finally: r.looping = r.quiet = False
 
 # %% ../nbs/api/06c_loop.ipynb #bdcf89ea
@@ -56,22 +56,22 @@ def one_batch(self:Learner, i, b):
     if r is None: return self._orig_one_batch(i, b)
     self.iter,self.replayed = i,None
     r.begin()
-    folds = isinstance(b, Fed) and r.folds()
-    r.feds,r.later = [b] if folds else None,[]
-    b = b.raw if folds else b.batch() if isinstance(b, Fed) else self._set_device(b)
+    folds = isinstance(b, RawBatch) and r.folds()
+    r.raws,r.later = [b] if folds else None,[]
+    b = b.raw if folds else b.batch() if isinstance(b, RawBatch) else self._set_device(b)
     try:
         self._split(b)
         self._with_events(self._do_one_batch, 'batch', CancelBatchException)
-    finally: r.open,r.feds,self.replayed = False,None,None   # what is done by hand is fastai's
+    finally: r.open,r.raws,self.replayed = False,None,None   # what is done by hand is fastai's
 
 @patch
 def _do_one_batch(self:Learner):
     r = _replay(self)
     if r is None or not r.open: return self._orig__do_one_batch()
     if r.batch(): return
-    if r.feds is not None:
+    if r.raws is not None:
         r.transform()
-        r.feds,r.apart = None,r.reason
+        r.raws,r.apart = None,r.reason
         if r.batch(): return
     r.plain[r.reason] += 1
     self._orig__do_one_batch()
@@ -107,7 +107,7 @@ def _call_one(self:Learner, event_name):
     cbs = ordered(self) if r is None or event_name == 'after_fit' else list(r.acting(event_name))
     for cb in cbs:
         # `Replay` does that after the batch transforms
-        if event_name == 'before_batch' and isinstance(cb, CastToTensor) and r and r.feds: continue
+        if event_name == 'before_batch' and isinstance(cb, CastToTensor) and r and r.raws: continue
         reads = _reads_grads(cb) if r is None else cb in r.acting('reads gradients', _reads_grads)
         with zeros_shown(self.model.parameters()) if reads else nullcontext(): cb(event_name)
 
@@ -118,14 +118,14 @@ def _hold(self:Replay):
     return {(i, k): get_number(h, k) for i,h in enumerate(hypers_of(self.optimizers())) for k in number_keys(h)}
 
 @patch
-def _before_each(self:Replay, i, feds):
+def _before_each(self:Replay, i, raws):
     "`before_batch` of several batches, and the hyper-parameters it sets for each"
     learn,held = self.learn,[]
     start = {k: getattr(learn, k, None) for k in ('pct_train', 'train_iter')}
     learn.iter = i
-    for j,fed in enumerate(feds):
+    for j,b in enumerate(raws):
         if j: next_batch(learn)
-        learn._split(fed.raw)
+        learn._split(b.raw)
         for cb in self.acting('before_batch'):
             if not isinstance(cb, (MixedPrecision, CastToTensor)): cb('before_batch')
         held.append(self._hold())
@@ -136,21 +136,21 @@ def _before_each(self:Replay, i, feds):
 @patch
 def several(self:Replay,
     i:int, # Number of the first batch
-    feds:list, # Batches, as `Fed`
+    raws:list, # Batches, as `RawBatch`
 ) -> bool: # Have they been done?
     "Do several batches as one"
     learn = self.learn
     if not self.folds() or self.failed[learn.training] >= 4: return False
     self.begin()
-    self.feds = feds
-    held = self._before_each(i, feds)
+    self.raws = raws
+    held = self._before_each(i, raws)
     self._set_hypers(held[0])
-    self.later = self.laters.setdefault(len(feds), [])   # a recording goes on looking there
+    self.later = self.laters.setdefault(len(raws), [])   # a recording goes on looking there
     self.later[:] = held[1:]
     if not self.batch():
         self.leave_autocast()   # one by one they enter it themselves
         return False
-    for j in range(len(feds)):
+    for j in range(len(raws)):
         learn.iter,learn.xla_opt.ran = i+j,True
         now = self._hold()
         # what a callback sets in `after_batch` stays

@@ -15,7 +15,6 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from fastcore.all import *
 
-from .runtime import *
 from .capture.effects import is_library
 
 # %% ../nbs/api/06d_mixed.ipynb #d00a0006

@@ -9,13 +9,13 @@ __all__ = ['modules_of', 'move_learner']
 
 # %% ../nbs/api/06e_moves.ipynb #6d0e0003
 import torch
-from torch import nn
 from fastcore.all import *
 from fastai.learner import Learner
 
 from .runtime import *
+from .transfer import *
 from .compat.optimizer import *
-from .replay import *
+from .learner_step import *
 
 # %% ../nbs/api/06e_moves.ipynb #6d0e0006
 def modules_of(

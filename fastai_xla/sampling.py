@@ -18,7 +18,9 @@ from fastai.callback.core import Callback
 from fastai.imports import progress_bar
 
 from .runtime import *
-from .runtime import _as_type_of
+from .graphs import *
+from .transfer import *
+from .transfer import _as_type_of
 from .compat.learner import fetch_attrs
 from .lowerings.all import register_lowerings
 

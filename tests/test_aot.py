@@ -12,7 +12,9 @@ from fastai.vision.all import *
 from fastai_xla.all import *
 from fastai_xla.aot.compile import cannot_compile
 from fastai_xla.aot.take import take_programs
-from fastai_xla.runtime import fetch, programs_to, rng_state, stablehlo_text
+from fastai_xla.runtime import programs_to
+from fastai_xla.graphs import rng_state, stablehlo_text
+from fastai_xla.transfer import fetch
 from common import *
 
 needs_compiler = pytest.mark.skipif(bool(cannot_compile()), reason=f'no compiler for TPUs: {cannot_compile()}')

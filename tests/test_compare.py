@@ -9,7 +9,7 @@ from fastai.text.all import AWD_LSTM, LMLearner, get_language_model
 from common import *
 from planted import frozen
 from fastai_xla.all import *
-from fastai_xla.runtime import fetch
+from fastai_xla.transfer import fetch
 from fastai_xla.lowerings.all import without_lowerings
 from fastai_xla.optim import SAM
 from fastai_xla.parity.models import *

@@ -8,7 +8,8 @@ from fastcore.all import L, groupby
 from fastai.callback.core import Callback
 from fastai.callback.tracker import SaveModelCallback
 from fastai.optimizer import OptimWrapper
-from fastai_xla.coverage import Case, groups, images, measure
+from fastai_xla.coverage import measure
+from fastai_xla.cases import Case, groups, images
 
 more = [Case('save with optimizer', lambda: images().add_cbs(SaveModelCallback(every_epoch=True, with_opt=True))),
     Case('zero lr', images, lambda l: l.fit(2, 0.)), Case('unfrozen', images, lambda l: (l.freeze(), l.fit(1), l.unfreeze(), l.fit(2))),

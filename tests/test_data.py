@@ -15,6 +15,8 @@ import fastai_xla.data as data, fastai_xla.runtime as runtime
 from fastai_xla.all import *
 from fastai_xla.data import *
 from fastai_xla.runtime import *
+from fastai_xla.graphs import *
+from fastai_xla.transfer import *
 from fastai_xla.cli import digits_path, digits_dls
 from common import image_dls, image_learner
 from probe import *
@@ -112,7 +114,7 @@ def test_same_batches(kind, path):
     "Iterating gives fastai's own batches, and takes from the random generators what fastai takes"
     a,b = batches(kind, path, fastai_iter),batches(kind, path, iter)
     assert len(a[0]) >= {'empty': 0, 'one': 2, 'stream': 5}.get(kind, 6) and same(a, b)
-    c = batches(kind, path, lambda dl: (fed.batch() for fed in feed(dl, group=3)))
+    c = batches(kind, path, lambda dl: (b.batch() for b in feed(dl, group=3)))
     assert same(a, c)
 
 @pytest.mark.parametrize('kind', ['images', 'dicts', 'strings', 'points', 'numbers', 'halves', 'tail'])
@@ -121,7 +123,7 @@ def test_raw(kind, path):
     dl = kinds[kind](path)
     dl.to(dev)
     dl.rng = random.Random(1)
-    with count_xla() as c: raws = [fed.raw for fed in feed(dl)]
+    with count_xla() as c: raws = [b.raw for b in feed(dl)]
     assert (c.executions == 0
             and not any(torch_xla._XLAC._check_tensor_need_materialization([t for raw in raws for t in data._tensors(raw)])))
     assert all(map(is_xla, data._tensors(raws)))
@@ -153,7 +155,7 @@ def test_no_device():
         dl = loader()
         dl.device = d
         assert iter(dl).gi_code is fastai_iter.__code__
-        assert all(same(fed.raw, b) and same(fed.batch(), b) for fed,b in zip(feed(dl), dl, strict=True))
+        assert all(same(r.raw, b) and same(r.batch(), b) for r,b in zip(feed(dl), dl, strict=True))
 
 class Doubled(DataLoader):
     def __iter__(self):
@@ -164,7 +166,7 @@ def test_own_iter():
     dl = loader(cls=Doubled)
     a = [host(b) for b in dl]
     assert a[1][0][0].tolist() == [8.]*3 and set(dl.dataset.by) == {'MainThread'}
-    assert all(same(x, host(fed.batch())) for x,fed in zip(a, feed(dl), strict=True))
+    assert all(same(x, host(b.batch())) for x,b in zip(a, feed(dl), strict=True))
 
 # who reads, and when
 
@@ -247,7 +249,7 @@ def test_exceptions(group, drawn):
     dl,seen = loader(lambda i: (fails(i), random.random() if drawn else 0)),[]
     for _ in range(2):
         with pytest.raises(LookupError, match='^item 13 is lost$') as e:
-            for fed in feed(dl, group): seen.append(fed.raw[0].tolist()[0])
+            for b in feed(dl, group): seen.append(b.raw[0].tolist()[0])
         assert 'fails' in [f.name for f in traceback.extract_tb(e.value.__traceback__)] and not feeders()
     assert seen == [0, 4, 8]*2
     dl.dataset.n = dl.n = 12
@@ -370,13 +372,13 @@ def test_bytes():
     def one_hot(y:TensorCategory): return F.one_hot(y.as_subclass(Tensor), 10).float()
     tfms = [IntToFloatTensor(), Normalize.from_stats(*imagenet_stats, cuda=False), Transform(one_hot, order=100)]
     dl = TfmdDL(Items(n, lambda i: (x[i], TensorCategory(i%10))), bs=16, after_batch=tfms, num_workers=0, device=dev)
-    feds,before = [],sent_bytes()
-    for fed in feed(dl): feds.append(fed)
+    batches_read,before = [],sent_bytes()
+    for b in feed(dl): batches_read.append(b)
     ratio = (sent_bytes()-before)/(n*3*size*size*4)
     print(f'{ratio:.4f} of the bytes of fp32')
     assert .25 < ratio <= .26
     with count_xla() as c:
-        got = [fed.batch() for fed in feds]
+        got = [b.batch() for b in batches_read]
         assert all(is_xla(t) and t.dtype == torch.float32 for b in got for t in b)
         sync()
     assert c.executions == 1 and c.to_host == 0 and not c.fallbacks
@@ -392,10 +394,10 @@ def test_changed_in_place(monkeypatch):
     w = send([torch.ones(4, 3, 8, 8)], dev)[0]
     x = TensorImage(torch.rand(32, 3, 8, 8))
     sync()
-    def compiles(feds):
+    def compiles(batches_read):
         with count_xla() as c:
-            for fed in feds:
-                w.sub_((fed.batch()[0].as_subclass(Tensor)*w).sum()*1e-3)
+            for b in batches_read:
+                w.sub_((b.batch()[0].as_subclass(Tensor)*w).sum()*1e-3)
                 sync()
         return c.compiles
     # `o.float().div_(255)`, and `x` is float
@@ -403,7 +405,7 @@ def test_changed_in_place(monkeypatch):
     assert compiles(feed(dl)) == 1
     early = list(feed(dl))
     assert compiles(early) == 0
-    assert all(torch.allclose(fetch(fed.raw[0]).as_subclass(Tensor), x[i*4:i*4+4].as_subclass(Tensor)/255) for i,fed in enumerate(early))
+    assert all(torch.allclose(fetch(b.raw[0]).as_subclass(Tensor), x[i*4:i*4+4].as_subclass(Tensor)/255) for i,b in enumerate(early))
     monkeypatch.setattr(runtime, '_retyped', runtime._as_type_of)
     assert compiles(list(feed(dl))) > 0
 

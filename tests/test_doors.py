@@ -7,7 +7,7 @@ import numpy as np, pytest, torch
 import torch.nn.functional as F
 from fastai.vision.all import *
 from fastai_xla.all import *
-from fastai_xla.runtime import fetch
+from fastai_xla.transfer import fetch
 from common import *
 
 def mlp(): return nn.Sequential(nn.Flatten(), nn.Linear(64, 4))

@@ -5,7 +5,9 @@ from fastai.vision.all import *
 from fastai.callback.all import *
 from fastai.test_utils import VerboseCallback
 from fastai_xla.all import *
-from fastai_xla.runtime import device, fetch, is_xla, manual_seed
+from fastai_xla.runtime import device, is_xla
+from fastai_xla.graphs import manual_seed
+from fastai_xla.transfer import fetch
 from torch.utils.data import TensorDataset
 from common import *
 

@@ -9,8 +9,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from fastai.vision.all import *
 from fastai_xla.all import *
 from fastai_xla.explain import draw_graph, explain_step
-from fastai_xla.hlo import Graph, Hlo, Shape, costs, diff_graphs, read_graph
-from fastai_xla.runtime import graph_text, hlo_text, rng_state, send
+from fastai_xla.hlo import Hlo, Shape, costs, read_graph
+from fastai_xla.diagram import Graph, diff_graphs
+from fastai_xla.graphs import graph_text, hlo_text, rng_state
+from fastai_xla.transfer import send
 from common import *
 
 dev = device()

@@ -4,7 +4,8 @@ import pytest, torch
 from fastai.vision.all import *
 from fastai.callback.all import *
 from fastai_xla.all import *
-from fastai_xla.runtime import fetch, is_xla
+from fastai_xla.runtime import is_xla
+from fastai_xla.transfer import fetch
 from common import *
 
 def quiet(**kwargs): return image_learner(**kwargs).remove_cb(ProgressCallback)

@@ -7,7 +7,7 @@ from fastai.text.all import TextLearner, LMLearner, text_classifier_learner, lan
 from common import *
 from planted import OtherEps, points, tanh_net
 from fastai_xla.all import *
-from fastai_xla.runtime import fetch
+from fastai_xla.transfer import fetch
 from fastai_xla.lowerings.all import without_lowerings
 from fastai_xla.parity.locate import locate_fault
 from fastai_xla.parity.models import compare_models

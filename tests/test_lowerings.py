@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fastai_xla.runtime import *
+from fastai_xla.transfer import *
 from fastai_xla.lowerings.all import *
 
 dev = device()

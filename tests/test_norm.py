@@ -14,7 +14,9 @@ from fastai.torch_core import norm_bias_params
 from sklearn.datasets import load_digits
 from fastai_xla.all import *
 from fastai_xla.norm import *
+from fastai_xla.convert import *
 from fastai_xla.runtime import *
+from fastai_xla.transfer import *
 from common import *
 from probe import *
 

@@ -4,7 +4,9 @@ from torch import nn
 from fastai.vision.all import *
 from fastai_xla.all import *
 from fastai_xla.aot.take import _state_of
-from fastai_xla.runtime import device, fetch, manual_seed
+from fastai_xla.runtime import device
+from fastai_xla.graphs import manual_seed
+from fastai_xla.transfer import fetch
 from common import *
 
 class Series(TensorBase):

@@ -2,7 +2,8 @@
 import pytest, torch
 from fastai.vision.all import *
 from fastai_xla.all import *
-from fastai_xla.runtime import fetch, is_xla
+from fastai_xla.runtime import is_xla
+from fastai_xla.transfer import fetch
 from common import *
 
 def held(learn): return [p for pg in learn.opt.param_lists for p in pg]

@@ -6,7 +6,7 @@ from fastai.vision.all import *
 from fastai.tabular.all import *
 from fastai.collab import *
 from fastai_xla.all import *
-from fastai_xla.runtime import fetch
+from fastai_xla.transfer import fetch
 from fastai_xla.cli import digits_path, digits_dls
 
 @pytest.fixture(scope='module')

@@ -14,7 +14,8 @@ from common import *
 from test_replay import compare, n_runs, run
 from fastai_xla.all import *
 from fastai_xla.capture.reads import Reads
-from fastai_xla.runtime import device, fetch
+from fastai_xla.runtime import device
+from fastai_xla.transfer import fetch
 
 def ce(p, y): return F.cross_entropy(p, y)
 

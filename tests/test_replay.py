@@ -6,8 +6,10 @@ from fastai.callback.training import GradientClip
 from common import *
 from probe import Probe, breaches
 from fastai_xla.all import *
-from fastai_xla.norm import RunningBatchNorm, convert_norm
-from fastai_xla.runtime import fetch, manual_seed, rng_state
+from fastai_xla.norm import RunningBatchNorm
+from fastai_xla.convert import convert_norm
+from fastai_xla.graphs import manual_seed, rng_state
+from fastai_xla.transfer import fetch
 
 def one_cycle(learn): learn.fit_one_cycle(2, 1e-2)
 
@@ -182,7 +184,7 @@ def test_counts_at_every_batch():
 
 def test_guard_is_needed(monkeypatch, without_audits):
     "Without the comparison of two traces a changing number is frozen whose name nobody sees"
-    from fastai_xla.capture.step import Recording
+    from fastai_xla.capture.recording import Recording
     monkeypatch.setattr(Recording, 'verify', lambda self, inputs: None)
     with pytest.raises(AssertionError): compare(annealed_hidden)
 

@@ -13,9 +13,13 @@ from common import *
 from test_replay_matrix import differences, left_behind
 from fastai_xla.all import *
 from fastai_xla.capture import step as capture
-from fastai_xla.capture.step import Numbers, Recording, Trace
-from fastai_xla.replay import Watch
-from fastai_xla.runtime import device, fetch, manual_seed, sync
+from fastai_xla.capture.step import Trace
+from fastai_xla.capture.recording import Recording
+from fastai_xla.capture.values import Numbers
+from fastai_xla.capture.watch import Watch
+from fastai_xla.runtime import device, sync
+from fastai_xla.graphs import manual_seed
+from fastai_xla.transfer import fetch
 
 def net(p=.3):
     return nn.Sequential(nn.Sequential(nn.Conv2d(1, 4, 3, 2, 1), nn.BatchNorm2d(4), nn.ReLU()),

@@ -14,9 +14,12 @@ from fastai.text.all import TextDataLoaders, BaseTokenizer, AWD_LSTM, awd_lstm_l
 from pydoc_data.topics import topics
 from common import *
 from fastai_xla.all import *
-from fastai_xla.coverage import TransformerBlock
-from fastai_xla.norm import RunningBatchNorm, convert_norm
-from fastai_xla.runtime import fetch, is_xla, manual_seed, rng_state
+from fastai_xla.cases import TransformerBlock
+from fastai_xla.norm import RunningBatchNorm
+from fastai_xla.convert import convert_norm
+from fastai_xla.runtime import is_xla
+from fastai_xla.graphs import manual_seed, rng_state
+from fastai_xla.transfer import fetch
 
 # What is left behind
 

@@ -4,7 +4,7 @@
 import pytest, torch
 from fastai.vision.all import *
 from fastai_xla.all import *
-from fastai_xla.causes import OpWatch
+from fastai_xla.op_watch import OpWatch
 from fastai_xla.explain import XLAReportCallback
 from common import *
 from planted import *

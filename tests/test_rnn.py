@@ -5,6 +5,7 @@ import pytest, torch
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 from fastai_xla.runtime import *
+from fastai_xla.transfer import *
 from fastai_xla.lowerings.core import register_lowerings, without_lowerings
 import fastai_xla.lowerings.rnn
 

@@ -7,7 +7,7 @@ from torch import nn
 from fastai.vision.all import *
 from fastai_xla.all import *
 from fastai_xla import runtime
-from fastai_xla.runtime import fetch
+from fastai_xla.transfer import fetch
 from fastai_xla.sampling import *
 from common import *
 from probe import Probe

@@ -4,6 +4,7 @@ import pytest, torch
 from fastai.text.all import *
 from fastai_xla.all import *
 from fastai_xla.runtime import *
+from fastai_xla.transfer import *
 from fastai_xla.lowerings.core import register_lowerings
 import fastai_xla.lowerings.norm, fastai_xla.lowerings.rnn, fastai_xla.compat.text
 from fastai_xla.compat.text import text_lengths

@@ -7,6 +7,8 @@ import torch.nn.functional as F
 
 from fastai_xla.all import *
 from fastai_xla.runtime import *
+from fastai_xla.graphs import *
+from fastai_xla.transfer import *
 
 dev = device()
 

@@ -15,7 +15,6 @@ import pandas as pd
 from fastcore.all import *
 from fastai.learner import Learner
 
-from ..runtime import *
 from .chips import *
 from .compile import *
 from .program import *

@@ -20,8 +20,10 @@ from fastai.learner import Learner
 from fastai.torch_core import apply
 
 from ..runtime import *
-from ..runtime import _xla_tensors
-from ..causes import OpWatch, Site, site_of
+from ..graphs import *
+from ..transfer import _xla_tensors
+from ..causes import Site, site_of
+from ..op_watch import OpWatch
 from ..data import feed
 from ..explain import unchanged
 
@@ -122,17 +124,17 @@ class _Take(Callback):
             donated = [t for t in graph_inputs(roots)[1] if buffers([t])[0] in ours]
         r = learn.xla_opt.replay
         why = '' if recorded else r.reason if r else 'replay is off'
-        self.program = LearnerProgram(kind, roots, donated, self.roles, self.size, len(self.feds), why)
+        self.program = LearnerProgram(kind, roots, donated, self.roles, self.size, len(self.raws), why)
         raise _Taken
 
     def batches(self):
         "In the place of `Learner.all_batches`"
         learn,r = self.learn,self.learn.xla_opt.replay
         learn.n_iter = len(learn.dl)
-        self.feds = _first(learn.dl, self.size, r.n_steps if r else 1)
-        self.size = _size(self.feds[0].raw)
-        self.roles = _roles(learn, [o.raw for o in self.feds])
-        if len(self.feds) == 1 or not r.several(0, self.feds): learn.one_batch(0, self.feds[0] if r else self.feds[0].batch())
+        self.raws = _first(learn.dl, self.size, r.n_steps if r else 1)
+        self.size = _size(self.raws[0].raw)
+        self.roles = _roles(learn, [o.raw for o in self.raws])
+        if len(self.raws) == 1 or not r.several(0, self.raws): learn.one_batch(0, self.raws[0] if r else self.raws[0].batch())
 
 # %% ../../nbs/api/09e_aot.take.ipynb #b47ca614
 def _size(raw): return next((len(t) for t in _xla_tensors(raw, []) if t.dim()), 0)
@@ -144,14 +146,14 @@ def _resized(raw, n):
 def _first(dl, size, n):
     "The first `n` batches of `dl`"
     it = feed(dl)
-    feds = list(islice(it, n))
+    raws = list(islice(it, n))
     it.close()
-    if not feds: raise ValueError("A dataloader of this learner has no batch, so there is no step to look at. Give it more items.")
-    feds += feds[:1]*(n-len(feds))
-    for fed in feds if size else ():
-        fed.raw = _resized(fed.raw, size)
+    if not raws: raise ValueError("A dataloader of this learner has no batch, so there is no step to look at. Give it more items.")
+    raws += raws[:1]*(n-len(raws))
+    for b in raws if size else ():
+        b.raw = _resized(b.raw, size)
     sync(wait=True)   # memory has another address while it is being computed
-    return feds
+    return raws
 
 def _taken(learn, take, f):
     learn.__dict__['all_batches'] = take.batches

@@ -19,6 +19,7 @@ from torch import nn
 from fastcore.all import *
 
 from ..runtime import *
+from ..graphs import *
 from .state import Kept, Refused
 from .effects import is_library
 from .watch import of_batch

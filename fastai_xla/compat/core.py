@@ -15,6 +15,7 @@ from fastai.torch_core import to_detach
 from fastai.callback.core import GatherPredsCallback
 
 from ..runtime import *
+from ..transfer import *
 
 # %% ../../nbs/api/04a_compat.core.ipynb #84f72d41
 @contextmanager

@@ -11,7 +11,6 @@ __all__ = []
 from fastcore.all import *
 from fastai.vision.gan import GANTrainer
 
-from ..runtime import *
 from .core import kept_on_device
 from .learner import fetch_attrs
 

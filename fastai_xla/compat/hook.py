@@ -13,6 +13,7 @@ from fastcore.all import *
 from fastai.callback.hook import ActivationStats
 
 from ..runtime import *
+from ..transfer import *
 
 # %% ../../nbs/api/04n_compat.hook.ipynb #005b3d18
 @patch

@@ -17,6 +17,7 @@ from fastai.torch_core import get_model, to_detach
 from fastai.learner import AvgSmoothLoss, Recorder
 
 from ..runtime import *
+from ..transfer import *
 from .core import kept_on_device
 
 # %% ../../nbs/api/04b_compat.learner.ipynb #617d7153

@@ -19,6 +19,7 @@ from fastai.learner import AvgMetric
 from fastai.metrics import Dice, DiceMulti, JaccardCoeff, JaccardCoeffMulti, foreground_acc
 
 from ..runtime import *
+from ..transfer import *
 
 # %% ../../nbs/api/04k_compat.metrics.ipynb #ee382572
 @patch

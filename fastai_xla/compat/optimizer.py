@@ -19,6 +19,7 @@ from fastai.optimizer import (Optimizer, Lookahead, OptimWrapper, average_grad, 
                               lamb_step, larc_layer_lr, larc_step, step_stat, debias)
 
 from ..runtime import *
+from ..transfer import *
 
 # %% ../../nbs/api/04c_compat.optimizer.ipynb #472d6765
 def _lamb_step(p, lr, mom, step, sqr_mom, grad_avg, sqr_avg, eps, **kwargs):

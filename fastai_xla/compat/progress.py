@@ -12,6 +12,7 @@ from fastcore.all import *
 from fastai.callback.progress import ProgressCallback
 
 from ..runtime import *
+from ..transfer import *
 
 # %% ../../nbs/api/04d_compat.progress.ipynb #278faf75
 @patch

@@ -13,6 +13,7 @@ from fastai.callback.core import CancelFitException
 from fastai.callback.schedule import LRFinder, ParamScheduler
 
 from ..runtime import *
+from ..transfer import *
 
 # %% ../../nbs/api/04f_compat.schedule.ipynb #cd5c0547
 def _diverged(

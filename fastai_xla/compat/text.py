@@ -21,6 +21,7 @@ from fastai.text.models.core import SentenceEncoder
 from fastai.torch_core import get_model, one_param
 
 from ..runtime import *
+from ..transfer import *
 
 # %% ../../nbs/api/04h_compat.text.ipynb #4afa09fb
 def _forget(module, idle):

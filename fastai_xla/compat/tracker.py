@@ -14,6 +14,7 @@ from fastai.callback.core import CancelFitException
 from fastai.callback.tracker import TerminateOnNaNCallback
 
 from ..runtime import *
+from ..transfer import *
 
 # %% ../../nbs/api/04e_compat.tracker.ipynb #039f6e2e
 def _begin(cb):

@@ -13,7 +13,6 @@ import traceback
 from fastcore.all import *
 from plum import Function, NotFoundLookupError
 
-from ..runtime import *
 
 # %% ../../nbs/api/04g_compat.transform.ipynb #674b01fd
 @patch

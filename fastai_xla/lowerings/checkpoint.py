@@ -16,6 +16,8 @@ from torch.utils._pytree import tree_leaves
 from fastcore.all import *
 
 from ..runtime import *
+from ..graphs import *
+from ..transfer import *
 from ..runtime import torch_xla, _XLAC
 from .core import *
 

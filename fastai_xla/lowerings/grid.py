@@ -11,7 +11,6 @@ __all__ = ['grid_sample']
 import torch
 from fastcore.all import *
 
-from ..runtime import *
 from .core import *
 
 # %% ../../nbs/api/01b_lowerings.grid.ipynb #b1e926ce

@@ -11,7 +11,6 @@ __all__ = ['solve', 'det']
 import torch
 from fastcore.all import *
 
-from ..runtime import *
 from .core import *
 
 # %% ../../nbs/api/01c_lowerings.linalg.ipynb #e8187cf2

@@ -11,7 +11,6 @@ __all__ = ['batch_norm']
 import torch
 from fastcore.all import *
 
-from ..runtime import *
 from .core import *
 
 # %% ../../nbs/api/01a_lowerings.norm.ipynb #e7793200

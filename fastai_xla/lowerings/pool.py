@@ -13,7 +13,6 @@ import functools
 import numpy as np, torch
 from fastcore.all import *
 
-from ..runtime import *
 from .core import *
 
 # %% ../../nbs/api/01h_lowerings.pool.ipynb #594e3114

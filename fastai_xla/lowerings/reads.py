@@ -8,7 +8,7 @@ Docs: https://fastai-xla.github.io/fastai_xla/api/lowerings.reads.html.md"""
 __all__ = ['reads']
 
 # %% ../../nbs/api/01k_lowerings.reads.ipynb #d7c0e1a2
-from ..runtime import *
+from ..transfer import *
 from .core import *
 
 # %% ../../nbs/api/01k_lowerings.reads.ipynb #d7c0e1a7

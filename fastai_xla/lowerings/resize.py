@@ -14,6 +14,7 @@ import torch
 from fastcore.all import *
 
 from ..runtime import *
+from ..graphs import *
 from .core import *
 
 # %% ../../nbs/api/01e_lowerings.resize.ipynb #a3e91bcf

@@ -8,83 +8,15 @@ Docs: https://fastai-xla.github.io/fastai_xla/api/lowerings.rnn.html.md"""
 __all__ = ['rnn']
 
 # %% ../../nbs/api/01g_lowerings.rnn.ipynb #efc5981e
-from collections import namedtuple
-from functools import lru_cache, partial
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 from fastcore.all import *
 
-from ..runtime import *
-from ..runtime import torch_xla, _XLAC
 from .core import *
-
-# %% ../../nbs/api/01g_lowerings.rnn.ipynb #687eb62d
-_xb = torch_xla and torch_xla.core.xla_builder
-
-# %% ../../nbs/api/01g_lowerings.rnn.ipynb #d02a0764
-def _zero(o): return _xb.Op.zero(o.builder(), 's32')
-
-def _row(o, i):
-    "Row `i` of the first axis of `o`"
-    sz = o.shape().sizes
-    return o.dynamic_slice([i]+[_zero(o)]*(len(sz)-1), (1,*sz[1:])).reshape(sz[1:])
-
-def _put(o, row, i):
-    "`o` with row `i` of its first axis replaced"
-    sz = o.shape().sizes
-    return o.dynamic_update_slice(row.reshape((1,*sz[1:])), [i]+[_zero(o)]*(len(sz)-1))
-
-def _where(mask, a, b):
-    "Rows of `a` where `mask`, else of `b`; zeros where there is no `b`"
-    return mask.broadcast_in_dim(a.shape().sizes, (0,)).select(a, a.zeros_like() if b is None else b)
-
-def _masked(step, mask, consts, carry, xs):
-    "`step` for the rows in `mask`; the others keep their carry"
-    new,outs = step(consts, carry, xs)
-    return [_where(mask, a, b) for a,b in zip(new, carry)],[_where(mask, o, None) for o in outs]
-
-_Loop = namedtuple('_Loop', 'step consts carry xs widths keep reverse masked dtype precision')
-
-def _turn(loop, i, consts, carry, xs, outs):
-    n = loop.xs[0][0]
-    t = _xb.Op.scalar(i.builder(), n-1, 's32')-i if loop.reverse else i
-    rows = [_row(x, t) for x in xs]
-    carry,res = _masked(loop.step, rows[0], consts, carry, rows[1:]) if loop.masked else loop.step(consts, carry, rows)
-    res = [*carry,*res] if loop.keep else res
-    return i+_xb.Op.one(i.builder(), 's32'),carry,[_put(o, r, t) for o,r in zip(outs, res)]
-
-# %% ../../nbs/api/01g_lowerings.rnn.ipynb #6f55e3c2
-@lru_cache(maxsize=1024)
-def _computation(
-    loop:_Loop, # A step, the shapes of all that it is given, and how to go about it
-): # XLA computation: constants, carry and inputs -> the last carry and all outputs
-    "A `While` that runs `loop.step` over the first axis of its inputs"
-    b,(n,bs) = _xb.create_builder(loop.step.__name__),loop.xs[0][:2]
-    dts = [loop.dtype]*len(loop.consts+loop.carry) + ['pred']*loop.masked + [loop.dtype]*(len(loop.xs)-loop.masked)
-    params = [_xb.mkparam(b, i, _xb.Shape.create(dt, sz)) for i,(dt,sz) in enumerate(zip(dts, loop.consts+loop.carry+loop.xs))]
-    widths = [sz[-1] for sz in loop.carry if loop.keep] + list(loop.widths)
-    outs = [_xb.Op.zero(b, loop.dtype).broadcast((n,bs,w)) for w in widths]
-    ends = [len(loop.consts), len(loop.consts+loop.carry), len(params)]
-    def split(o): return o[:ends[0]],o[ends[0]:ends[1]],o[ends[1]:ends[2]],o[ends[2]:]
-    def body(i, *o):
-        consts,carry,xs,outs = split(o)
-        i,carry,outs = _turn(loop, i, consts, carry, xs, outs)
-        return (i,*consts,*carry,*xs,*outs)
-    def cond(i, *o): return i < _xb.Op.scalar(i.builder(), n, 's32')
-    res = _xb.Op.mkwhile([_xb.Op.zero(b, 's32'),*params,*outs], cond, body)
-    _,carry,_,outs = split([res.get_tuple_element(i+1) for i in range(len(params)+len(outs))])
-    return _xb.Op.tuple([*carry,*outs]).build(loop.step.__name__)
-
-def _shapes(ts): return tuple(tuple(t.shape) for t in ts)
-
-def _run(step, consts, carry, xs, widths, mask, reverse=False, keep=False):
-    "The last carry and all outputs of `step` over the first axis of `xs`, with `widths` the sizes of the outputs' last axes"
-    if mask is not None: xs = [mask,*xs]
-    loop = _Loop(step, _shapes(consts), _shapes(carry), _shapes(xs), tuple(widths), keep, reverse,
-                 mask is not None, _xb.Op.from_torch_type(carry[0].dtype), _XLAC._xla_get_mat_mul_precision())
-    return _XLAC._xla_user_computation(f'xla::{step.__name__}', [*consts,*carry,*xs], _computation(loop))
+from .loop import _run, _xb
 
 # %% ../../nbs/api/01g_lowerings.rnn.ipynb #02287128
 def _sigmoid(x):

@@ -11,7 +11,6 @@ __all__ = []
 import torch
 from fastcore.all import *
 
-from ..runtime import *
 from .core import *
 
 # %% ../../nbs/api/01f_lowerings.small.ipynb #c049bcf0

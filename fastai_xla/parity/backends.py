@@ -21,11 +21,13 @@ from fastai.learner import Recorder
 from fastai.torch_core import set_seed
 
 from ..runtime import *
+from ..graphs import *
+from ..transfer import *
 from ..runtime import torch_xla
 import fastai_xla.learner
 from .models import Finding
 from .truth import *
-from .calls import default_dtype
+from .repeat import default_dtype
 
 # %% ../../nbs/api/12e_parity.backends.ipynb #6e75c304
 # attribute -> what the name of its class contains

@@ -21,12 +21,14 @@ from fastcore.all import *
 from fastai.learner import Learner
 
 from ..runtime import *
+from ..transfer import *
 from ..runtime import torch_xla
 from ..causes import site_of
 from ..lowerings.all import register_lowerings
 from .models import Finding, unchanged
 from .truth import *
 from .calls import *
+from .repeat import *
 
 # %% ../../nbs/api/12d_parity.locate.ipynb #1dccb198
 _tols = {torch.float32: 5e-6, torch.float64: 1e-12}

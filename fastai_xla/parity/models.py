@@ -25,6 +25,8 @@ from fastai.optimizer import _BaseOptimizer
 from fastai.torch_core import trainable_params as _trainable
 
 from ..runtime import *
+from ..graphs import *
+from ..transfer import *
 
 # %% ../../nbs/api/12a_parity.models.ipynb #55bd70df
 def _text(df):

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from fastcore.all import *
 
 from ..runtime import *
+from ..transfer import *
 
 # %% ../../nbs/api/12b_parity.truth.ipynb #1b50fc96
 @lru_cache

@@ -15,7 +15,7 @@ def draws():
 
 def _host(t):
     if t.device.type == 'xla':
-        from fastai_xla.runtime import fetch
+        from fastai_xla.transfer import fetch
         t = fetch(t)   # of the tensor itself: a view of a parameter that is read makes its next update another graph
     return t.detach().as_subclass(torch.Tensor)
 
