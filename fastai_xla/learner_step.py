@@ -69,12 +69,12 @@ def _cuts(cb):
 
 _cancels = (CancelBatchException, CancelTrainException, CancelValidException, CancelEpochException, CancelFitException)
 def held_state(
-    cb, # Callback
+    holder, # Callback or optimizer
 ) -> list: # Metrics and optimizers
-    "Objects with a state of their own that a callback keeps in its attributes, or in lists and dicts there"
+    "Objects with a state of their own that `holder` keeps in its attributes, or in lists and dicts there"
     items = lambda v: v.values() if isinstance(v, dict) else v if isinstance(v, (list, tuple, L)) else [v]
     kinds = (Metric, torch.optim.Optimizer, Optimizer, OptimWrapper)
-    return list({id(o): o for k,v in vars(cb).items() if k != 'learn' for o in items(v) if isinstance(o, kinds)}.values())
+    return list({id(o): o for k,v in vars(holder).items() if k != 'learn' for o in items(v) if isinstance(o, kinds)}.values())
 
 _sums = (AvgMetric, AvgLoss, AvgSmoothLoss)   # metrics whose state is a sum and a count
 
@@ -140,11 +140,13 @@ def innermost(
     return innermost(opt.opt) if isinstance(opt, (Lookahead, OptimWrapper)) else opt
 
 def _numbers_of(opts, others, objects, later):
-    inner,hypers,states = [*opts[-1:], *others],[],[]
-    for opt in inner:
-        states += [(len(hypers)+i, opt.state[p]) for i,pg in enumerate(groups_of(opt)) for p in pg if p in opt.state]
-        hypers += hypers_of([opt])
-    return Numbers(hypers=hypers, states=states, objects=[o.__dict__ for o in (*opts, *others, *objects)], later=later)
+    hypers,states = {},{}   # by id: an optimizer in another one may have its groups and states
+    for opt in (*opts[-1:], *others):
+        for h,pg in zip(hypers_of([opt]), groups_of(opt)):
+            hypers.setdefault(id(h), h)
+            for st in (opt.state[p] for p in pg if p in opt.state): states.setdefault(id(st), (list(hypers).index(id(h)), st))
+    return Numbers(hypers=list(hypers.values()), states=list(states.values()),
+                   objects=[o.__dict__ for o in (*opts, *others, *objects)], later=later)
 
 # %% ../nbs/api/06aa_learner_step.ipynb #e28fd930
 @patch
@@ -182,7 +184,9 @@ def _look(self:LearnerStep, again=False):
     self.actors = self.acting('in the step', lambda cb: _acts(cb, in_step))
     self.mets,self.others = self._metrics()
     own = {id(o) for o in (*self.optimizers(), *self.mets)}
-    self.stateful = [o for cb in self.actors for o in held_state(cb) if id(o) not in own]
+    held = [o for h in (*self.actors, *self.optimizers()) for o in held_state(h)]
+    held += [o for h in held if not isinstance(h, Metric) for o in held_state(h)]   # an optimizer in another one
+    self.stateful = list({id(o): o for o in held if id(o) not in own}.values())
     self.settings = Settings(learn, [(learn.loss_func, True), *((f, True) for f in self._tfms()),
                                      *((o, False) for o in (*self.actors, *self.mets))])
 
@@ -204,8 +208,8 @@ def _parts(self:LearnerStep):
 
 @patch
 def more_optimizers(self:LearnerStep):
-    "Those that callbacks within the step keep, beside the learner's"
-    return [innermost(o) for o in self.stateful if not isinstance(o, Metric)]
+    "Those that callbacks within the step, or the learner's optimizer, keep beside it"
+    return list({id(o): o for o in map(innermost, self.stateful) if not isinstance(o, Metric)}.values())
 
 # a bound method is another object each time
 def _ident(o): return (id(o.__self__), id(o.__func__)) if isinstance(o, MethodType) else id(o)
@@ -223,7 +227,7 @@ def _places(self:LearnerStep):
     hooked = {id(h.__self__): h.__self__ for d in hooks for h in d.values() if hasattr(h, '__self__')}
     roots |= {f'{type(o).__name__}{i}': o for i,o in enumerate(hooked.values())}
     roots |= {f'after_batch.{type(f).__name__}': f for f in self._tfms() if hasattr(f, '__dict__')}
-    held = {f'{type(o).__name__}{i} of a callback': o for i,o in enumerate(self.stateful)}
+    held = {f'{type(o).__name__}{i} in a callback or optimizer': o for i,o in enumerate(self.stateful)}
     roots |= held | {f'{n}.opt': innermost(o) for n,o in held.items() if isinstance(o, (Lookahead, OptimWrapper))}
     roots |= {f'{n}.params': {'params': list(map(list, groups_of(innermost(o))))} for n,o in held.items() if not isinstance(o, Metric)}
     return Places({'model': learn.model, 'loss': loss_module(learn) or {}} | roots,

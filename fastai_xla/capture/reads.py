@@ -73,7 +73,8 @@ class Reads:
         known=(), # ids of dicts in which the step's changes are found elsewhere
         numbers=(), # (id of a dict, key) of numbers that are inputs of the step
     ):
-        self.known,self.numbers = set(known),set(numbers)
+        self.known = set(known)
+        self.numbers = {(i, k[0] if type(k) is tuple else k) for i,k in numbers}   # one of a pair such as `betas` stands for it
         self.places,self.codes,self.caches,self._seen,self._alive = {},set(),{},set(),[]
 
     def see(self,

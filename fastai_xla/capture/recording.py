@@ -32,7 +32,7 @@ class Recording:
         self.fn,self.places,self.get_numbers,self.device = fn,places,numbers,device()
         self.runs,self.checks,self.proved,self.doubts,self.moved = 0,0,False,{},''
         self.audited,self.since = 0,0   # the pass over a dataloader, and `runs`, at the last audit
-        first = Trace(fn, places, inputs, numbers(), seed=1)
+        first = Trace(fn, places, inputs, numbers(), seed=1, search=True)
         self.numbers = numbers()
         Trace(fn, places, inputs, self.numbers, seed=2, then=lambda t: self._compile(first, t))
 

@@ -36,11 +36,12 @@ class Trace:
         seed:int, # For the numbers that torch is shown
         then=noop, # Called with the trace while its graph is there
         unread=frozenset(), # As for `Tape`
+        search=False, # Look for tensors that the step changes and that are in none of the places?
     ):
         settle_tensors()
         self.inputs,self.tape,rng,before = inputs,Tape(seed, unread),rng_state(),places()
         manual_seed(rng)   # where numbers have been drawn already, the next ones begin a graph of their own
-        self.memory,self.given,c0,self.seeds = Memory(before, inputs),buffers(inputs),xla_counts(),[rng]
+        self.memory,self.given,c0,self.seeds = Memory(before, inputs, search),buffers(inputs),xla_counts(),[rng]
         self.reads = Reads([*before.keys, *map(id, numbers.dicts)], numbers.places)
         numbers.show(self.tape)
         try:
@@ -107,6 +108,9 @@ def _changed(self:Trace, before, after, numbers):
     ts = self.memory.tensors
     self.updated = [i for i,p in enumerate(pending(ts)) if p]
     fresh = [t for t,p,b in zip(ts, pending(ts), self.memory.buffers) if not p and buffers([t])[0] != b]
+    if lost := self.memory.changed_elsewhere():
+        raise Refused(f"the step changes a tensor of shape {tuple(lost[0].shape)} that is neither the model's, the loss's nor its "
+                      "optimizer's, nor an attribute of a callback; keep it in one of those")
     if [p.requires_grad for p in self.memory.params] != self.memory.trains:
         raise Refused("parameters are frozen or unfrozen within the step")
     if fresh: raise Refused(f"a tensor of shape {tuple(fresh[0].shape)} is set from the host within the step")
