@@ -12,6 +12,12 @@ class StopsTraining(Callback):
     def after_batch(self):
         if self.training and self.iter == self.at: self.stop()
 
+class SkipsBatch(Callback):
+    "Before there is a loss: that of the first batch is fastai's zero"
+    def __init__(self, at): self.at = at
+    def after_pred(self):
+        if self.training and self.iter == self.at: raise CancelBatchException
+
 def ran(cb, xla):
     set_seed(1)
     learn = image_learner(image_dls(n=8*16, n_valid=6*16, shuffle=False), cbs=cb)
@@ -21,7 +27,8 @@ def ran(cb, xla):
     return rec.iters,len(rec.losses),tensor(rec.losses),tensor([[float(o) for o in v] for v in rec.values])
 
 @pytest.mark.parametrize('cb',
-                         [partial(ShortEpochCallback, .6), partial(ShortEpochCallback, .6, short_valid=False), partial(StopsTraining, 5)])
+                         [partial(ShortEpochCallback, .6), partial(ShortEpochCallback, .6, short_valid=False), partial(StopsTraining, 5),
+                          partial(SkipsBatch, 0), partial(SkipsBatch, 3)])
 def test_recorder_counts_what_it_has_heard(cb):
     (iters,n,losses,values),(iters1,n1,losses1,values1) = ran(cb(), False),ran(cb(), True)
     assert (iters1,n1) == (iters,n)

@@ -1,5 +1,5 @@
 "What packages on top of fastai do, in a few lines each: the same on XLA as on the CPU"
-import torch
+import pytest, torch
 from torch import nn
 from fastai.vision.all import *
 from fastai_xla.all import *
@@ -140,3 +140,72 @@ def test_metrics_of_a_last_batch_of_another_size_whose_trace_is_given_up():
         values.append(torch.tensor([[float(v) for v in vs] for vs in learn.recorder.values]))
     given_up(learn, 'the value of a tensor is read')
     test_close(values[1], values[0], eps=1e-4)
+
+class Inside(torch.optim.Optimizer):
+    "An optimizer around another one, as SAM's of public code; the inner one's groups are its own"
+    def __init__(self, params, lr=1e-3, inner=partial(torch.optim.SGD, momentum=.9)):
+        super().__init__(params, dict(lr=lr))
+        self.base = inner(self.param_groups, lr=lr)
+        self.param_groups = self.base.param_groups
+        self.defaults.update(self.base.defaults)
+    def step(self, closure=None): self.base.step()
+
+class Slow(Inside):
+    "Lookahead: every third step the weights go half of the way from those of three steps before"
+    def __init__(self, params, lr=1e-3):
+        super().__init__(params, lr, torch.optim.AdamW)
+        self.n,self.slow = 0,None
+    def step(self, closure=None):
+        if self.slow is None: self.slow = [[p.data.clone() for p in g['params']] for g in self.param_groups]
+        self.base.step()
+        self.n += 1
+        if self.n%3: return
+        for g,slow in zip(self.param_groups, self.slow):
+            for p,q in zip(g['params'], slow):
+                q.add_(.5*(p.data-q))
+                p.data.copy_(q)
+
+class Signs(torch.optim.Optimizer):
+    "The user's own arithmetic, with numbers in a pair"
+    def __init__(self, params, lr=1e-3, betas=(.9, .99)): super().__init__(params, dict(lr=lr, betas=betas))
+    @torch.no_grad()
+    def step(self, closure=None):
+        for g in self.param_groups:
+            a,b = g['betas']
+            for p in g['params']:
+                if 'avg' not in self.state[p]: self.state[p]['avg'] = torch.zeros_like(p)
+                avg = self.state[p]['avg']
+                p.add_(torch.tanh(100*(a*avg + (1-a)*p.grad)), alpha=-g['lr'])
+                avg.mul_(b).add_(p.grad, alpha=1-b)
+
+class Bag: pass
+
+class Elsewhere(torch.optim.SGD):
+    "Its momentum is in an object of the user's own"
+    def __init__(self, params, lr=1e-3):
+        super().__init__(params, lr)
+        self.bag = Bag()
+        self.bag.avg = [torch.zeros_like(p) for g in self.param_groups for p in g['params']]
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p,avg in zip(self.param_groups[0]['params'], self.bag.avg):
+            avg.mul_(.9).add_(p.grad)
+            p.sub_(self.param_groups[0]['lr']*avg)
+
+@pytest.mark.parametrize('opt,why', [(Inside, ''), (Slow, ''), (Signs, ''), (Elsewhere, 'changes')])
+def test_optimizers_of_the_users_own(opt, why):
+    "The CPU's losses and weights, replayed but for state that nobody can find, which is refused and not lost"
+    g = torch.Generator().manual_seed(0)
+    x,y = torch.randn(96, 6, generator=g),torch.randint(3, (96,), generator=g)
+    results = []
+    for on_xla in (False, True):
+        set_seed(0)
+        dls = DataLoaders.from_dsets(list(zip(x[:80], y[:80])), list(zip(x[80:], y[80:])), bs=8, num_workers=0)
+        model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+        learn = Learner(dls, model, loss_func=CrossEntropyLossFlat(), opt_func=partial(OptimWrapper, opt=opt))
+        if on_xla: learn.to_xla()
+        with learn.no_logging(), learn.no_bar(): learn.fit_one_cycle(3, 1e-2)
+        results.append(fetch([torch.stack(list(learn.recorder.losses)), *learn.model.parameters()]))
+    for a,b in zip(*results): test_close(a, b, eps=1e-4)
+    if why: given_up(learn, why)
+    else: assert sum(learn.xla_report().plain.values()) <= 2, learn.xla_report()

@@ -42,10 +42,12 @@ def fetch_attrs(
 
 @patch
 def accumulate(self:AvgSmoothLoss, learn):
-    if not is_xla(learn.loss): return self._orig_accumulate(learn)
-    if not is_xla(self.val): self.val = send([self.val], learn.loss.device)[0]
+    # where the first batch is cut short, the loss is fastai's zero on the CPU
+    if not (there := [t.device for t in (learn.loss, self.val) if is_xla(t)]): return self._orig_accumulate(learn)
+    loss = to_detach(learn.loss.mean(), cpu=False)
+    loss,self.val = (t if is_xla(t) else send([t], there[0])[0] for t in (loss, self.val))
     self.count += 1
-    self.val = torch.lerp(to_detach(learn.loss.mean(), cpu=False), self.val, self.beta)
+    self.val = torch.lerp(loss, self.val, self.beta)
 
 # %% ../../nbs/api/04b_compat.learner.ipynb #1ddec9ab
 def _note(rec, replayed):
@@ -64,9 +66,9 @@ def _note(rec, replayed):
 @patch
 def after_batch(self:Recorder):
     "Update all metrics and records lr and smooth loss in training"
-    if not is_xla(self.learn.loss): return self._orig_after_batch()
     replayed = self.learn.__dict__.get('replayed')
     if replayed is not None: return _note(self, replayed)
+    if not is_xla(self.learn.loss): return self._orig_after_batch()
     for met in self._train_mets if self.training else self._valid_mets: _begin(met)
     with kept_on_device(self.learn): self._orig_after_batch()
 
