@@ -172,6 +172,7 @@ def user_callbacks(self:LearnerStep) -> bool:
     "Are there user callbacks that may have traced something in this batch?"
     return bool(self.acting('a user callback', _is_user_callback))
 
+# %% ../nbs/api/06aa_learner_step.ipynb #e28fd931
 @patch
 def _look(self:LearnerStep, again=False):
     "Find the callbacks and metrics that are part of the step, and the attributes on which they may branch"

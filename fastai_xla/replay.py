@@ -43,7 +43,8 @@ class Replay(Recordings):
         self.open = False   # within a batch of `one_batch`, and not one that the user has taken apart
         self.looping = False   # in fastai's loop, where nobody's code runs between two batches but callbacks'
         self.shared = False   # does somebody hold an alias of a parameter?
-        self.moved,self.ran_at = False,None   # has the batch drawn? `n_moves` after a replayed step, where callbacks may draw or run something
+        self.moved = False   # has the batch drawn before its step, or is the random state not yet where it leaves it?
+        self.ran_at = None   # `n_moves` after a replayed step, where callbacks may draw or run something
         self.apart = ''   # why the batch transforms are no part of the step
 
     def __reduce__(self): return Replay, (self.learn, self.n_steps, self.warn)   # a copy of the learner records for itself

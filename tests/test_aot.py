@@ -7,7 +7,7 @@ import subprocess, sys
 import numpy as np, pytest, torch
 import torch.nn.functional as F
 import fastai_xla.aot.compile as compiling
-import fastai_xla.capture.step
+import fastai_xla.capture.recording
 from fastai.vision.all import *
 from fastai_xla.all import *
 from fastai_xla.aot.compile import cannot_compile
@@ -52,7 +52,7 @@ def test_learner_is_as_before_after_its_programs_are_taken():
 
 def test_no_step_is_run(monkeypatch):
     def fail(*args): raise AssertionError('a step was run')
-    monkeypatch.setattr(fastai_xla.capture.step, 'run_graph', fail)
+    monkeypatch.setattr(fastai_xla.capture.recording, 'run_graph', fail)
     learn = small().to_xla()
     state = rng_state()
     train,valid = take_programs(learn)

@@ -3,7 +3,7 @@
     make test ARGS='tests/test_contract.py -k optimizer'"""
 from functools import partial
 import pytest, torch
-import fastai_xla.runtime as runtime
+import fastai_xla.transfer as transfer
 from fastcore.all import L, groupby
 from fastai.callback.core import Callback
 from fastai.callback.tracker import SaveModelCallback
@@ -28,7 +28,7 @@ cases = [(g, c) for g,cs in (groups | dict(metric=by_kind(groups['metric']), mor
 @pytest.fixture(autouse=True)
 def no_looks(monkeypatch):
     "The progress bar reads once a second: on a busy machine one would fall into a steady batch"
-    monkeypatch.setattr(runtime, 'look_every', float('inf'))
+    monkeypatch.setattr(transfer, 'look_every', float('inf'))
 
 @pytest.mark.parametrize('case', [c for _,c in cases], ids=[f'{g}-{c.name}' for g,c in cases])
 def test_keeps(case):

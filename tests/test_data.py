@@ -11,7 +11,7 @@ from fastai.vision.all import *
 from fastai.tabular.all import *
 from fastai.text.all import *
 from fastai.test_utils import *
-import fastai_xla.data as data, fastai_xla.runtime as runtime
+import fastai_xla.data as data, fastai_xla.transfer as transfer
 from fastai_xla.all import *
 from fastai_xla.data import *
 from fastai_xla.runtime import *
@@ -406,15 +406,15 @@ def test_changed_in_place(monkeypatch):
     early = list(feed(dl))
     assert compiles(early) == 0
     assert all(torch.allclose(fetch(b.raw[0]).as_subclass(Tensor), x[i*4:i*4+4].as_subclass(Tensor)/255) for i,b in enumerate(early))
-    monkeypatch.setattr(runtime, '_retyped', runtime._as_type_of)
+    monkeypatch.setattr(transfer, '_retyped', transfer._as_type_of)
     assert compiles(list(feed(dl))) > 0
 
 def test_without_private_name(monkeypatch):
     "A torch_xla without the call that sends many tensors: as many transfers as tensors, the same batches"
     a = batches('pairs', None, fastai_iter)
-    names = vars(runtime._XLAC)
+    names = vars(transfer._XLAC)
     bare = SimpleNamespace(**{n: f for n,f in names.items() if n != '_xla_tensors_from_aten'})
-    monkeypatch.setattr(runtime, '_XLAC', bare)
+    monkeypatch.setattr(transfer, '_XLAC', bare)
     assert same(a, batches('pairs', None, iter))
 
 # in training

@@ -51,13 +51,13 @@ w = torch.ones(3, requires_grad=True)
 (w*2).sum().backward()
 from fastai.vision.all import *
 from fastai_xla.all import *
-import fastai_xla.runtime as runtime
+import fastai_xla.transfer as transfer
 from common import *
 if {incurable}: torch.autograd.set_multithreading_enabled = lambda on: None
 learn = image_learner().remove_cb(ProgressCallback).to_xla()
-before = runtime.fetch(learn.model[0][0][0].weight.clone())
+before = transfer.fetch(learn.model[0][0][0].weight.clone())
 with learn.no_logging(): learn.fit(1, 1e-2)
-assert (runtime.fetch(learn.model[0][0][0].weight.detach())-before).abs().max() > 0
+assert (transfer.fetch(learn.model[0][0][0].weight.detach())-before).abs().max() > 0
 print('TRAINED')
 '''
 
@@ -160,7 +160,7 @@ def test_cache_probe(tmp_path):
     """Elsewhere than on a CPU, the second process with a folder knows whether programs can be read back
 
     The compiler for the CPU stands for one that cannot"""
-    code = f"""import fastai_xla.runtime as r
+    code = f"""import fastai_xla.graphs as r
 r.device()
 r.torch_xla.runtime.device_type = lambda: 'TPU'
 print('why:', r.use_cache({str(tmp_path)!r}), '|', r.use_cache({str(tmp_path)!r}), '|', r.use_cache('elsewhere'), '.')"""

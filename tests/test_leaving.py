@@ -132,10 +132,10 @@ def test_lr_find_interrupted(tmp_path):
 
 def test_lr_find_stops_where_fastai_stops(tmp_path, monkeypatch):
     "Whatever ran beyond the point of divergence is cut off, however seldom the losses are looked at"
-    import fastai_xla.runtime as runtime
+    import fastai_xla.transfer as transfer
     found = []
     for xla,every in ((False, 1.), (True, 1e9), (True, 0.)):
-        monkeypatch.setattr(runtime, 'look_every', every)
+        monkeypatch.setattr(transfer, 'look_every', every)
         set_seed(2)
         learn = quiet(path=tmp_path, opt_func=SGD, dls=image_dls(shuffle=False))
         if xla: learn.to_xla()
@@ -148,8 +148,8 @@ def test_lr_find_stops_where_fastai_stops(tmp_path, monkeypatch):
 @pytest.mark.parametrize('every', [1e9, 0.])
 def test_terminate_on_nan(every, tmp_path, monkeypatch):
     "The records end where fastai's end, however seldom the device is asked"
-    import fastai_xla.runtime as runtime
-    monkeypatch.setattr(runtime, 'look_every', every)
+    import fastai_xla.transfer as transfer
+    monkeypatch.setattr(transfer, 'look_every', every)
     class Spoil(Callback):
         run_valid = False
         def after_loss(self):

@@ -206,8 +206,8 @@ def test_exception_within_step():
 
 def test_other_torch_xla(monkeypatch):
     "Without the private names everything works, plain, with one warning"
-    import fastai_xla.runtime as runtime
-    monkeypatch.setattr(runtime, '_graph_names', [*runtime._graph_names, '_no_such_name'])
+    import fastai_xla.graphs as graphs
+    monkeypatch.setattr(graphs, '_graph_names', [*graphs._graph_names, '_no_such_name'])
     with pytest.warns(UserWarning, match='_no_such_name'): learn = image_learner().to_xla(replay=True)
     with learn.no_logging(): learn.fit(1, 1e-2)
     assert learn.xla_opt.replay is None

@@ -6,7 +6,7 @@ import pytest, torch
 from torch import nn
 from fastai.vision.all import *
 from fastai_xla.all import *
-from fastai_xla import runtime
+from fastai_xla import transfer
 from fastai_xla.transfer import fetch
 from fastai_xla.sampling import *
 from common import *
@@ -43,7 +43,7 @@ def test_looks_by_the_clock(monkeypatch):
     m = bn_energy().to(device())
     counts = {}
     for every in (0., 1e9):
-        monkeypatch.setattr(runtime, 'look_every', every)
+        monkeypatch.setattr(transfer, 'look_every', every)
         with count_xla() as c: langevin_sample(m, x, 10, .1)
         counts[every] = c.looks,c.to_host,c.executions-10
     assert counts == {0.: (9,9,0), 1e9: (0,0,0)}
