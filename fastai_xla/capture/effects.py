@@ -11,6 +11,7 @@ __all__ = ['is_library', 'no_effects']
 import dis, gc, sys
 from collections import deque
 from contextlib import contextmanager
+from itertools import chain
 from types import ModuleType
 
 from fastcore.all import *
@@ -40,6 +41,12 @@ def _root(o): return (getattr(o, '__module__', None) or '').partition('.')[0]
 def _is_user(frame): return not is_library(frame.f_globals.get('__name__', ''))
 
 # %% ../../nbs/api/05d_capture.effects.ipynb #e73787e9
+def _ids():
+    """Ids of all that the garbage collector knows and has not frozen
+
+    In one call of C: a thread that builds a tuple must be the only one to hold it, and may not run while there is a list of all objects"""
+    return set(map(id, chain.from_iterable(map(gc.get_objects, (None,)))))
+
 def _effect_of_call(f):
     "What is wrong with calling `f`, a function written in C, within a step; empty if nothing is"
     o,name = getattr(f, '__self__', None),f.__name__
@@ -48,7 +55,7 @@ def _effect_of_call(f):
         return ('' if _root(f) in _libraries or o.__name__ == 'builtins' and name in _harmless
                 else f'calls {o.__name__}.{name}' if o.__name__ != 'builtins' else f'calls {name}')
     if isinstance(o, (list, dict, set, deque)):
-        return f'changes a {type(o).__name__} (with .{name})' if name in _changes and not any(o is new for new in gc.get_objects()) else ''
+        return f'changes a {type(o).__name__} (with .{name})' if name in _changes and id(o) not in _ids() else ''
     return '' if _root(type(o)) in _libraries | _values else f'calls .{name} of a {type(o).__name__}'
 
 def _effect_of_code(frame):
@@ -100,6 +107,6 @@ def no_effects(
     try: yield
     finally:
         sys.setprofile(was)
-        if reads: reads.forget_new(gc.get_objects())
+        if reads: reads.forget_new(_ids())
         gc.unfreeze()
         if found: raise Refused(found[0])

@@ -164,10 +164,9 @@ def _kept(self:Reads, v):
 
 @patch
 def forget_new(self:Reads,
-    objects:list, # Objects that the step has made
+    new:set, # ids of objects that the step has made
 ):
     "Leave out what only the step has had"
-    new = {id(o) for o in objects}
     self.places = {k: o for k,o in self.places.items() if k[0] not in new}
     self._alive = []
 

@@ -200,12 +200,17 @@ def leaf(d, k, i): return flatten(d[k])[0][i]
 def grad(p): return p.grad
 
 # %% ../../nbs/api/05b_capture.state.ipynb #d992e8b1
+def _with_subclasses(c): return {c}.union(*map(_with_subclasses, c.__subclasses__()))
+
 def live_tensors(
     known:list, # XLA tensors to leave out
 ) -> list: # XLA tensors that are computed
-    "What else is alive on XLA devices, wherever it is held: one scan of the garbage collector's objects, some 0.1 s"
+    """What else is alive on XLA devices, wherever it is held: one scan of the garbage collector's objects, some 0.1 s
+
+    An instance refers to its class. A list of all objects would do harm: a thread that builds a tuple must be the only one to hold it"""
     known = set(map(id, known))
-    ts = [o for o in gc.get_objects() if issubclass(type(o), torch.Tensor) and id(o) not in known and is_xla(o)]
+    ts = [o for o in gc.get_referrers(*_with_subclasses(torch.Tensor)) if issubclass(type(o), torch.Tensor)]
+    ts = [t for t in ts if id(t) not in known and is_xla(t)]
     ts = [t for t in ts if torch._is_functional_tensor(t)]   # others are what kernels see of these
     for t in ts: t._fix_weakref()   # else one that only C++ holds would die under our hands
     ts = [t for t,p in zip(ts, pending(ts)) if not p]
