@@ -25,6 +25,7 @@ from .runtime import *
 from .graphs import *
 from .transfer import *
 from .report import *
+from .precision import *
 from .compat.core import *
 from .compat.learner import *
 from .compat.optimizer import *
@@ -66,6 +67,9 @@ def to_xla(self:Learner,
     replay:bool|str='auto',
     steps_per_execution:int=1, # Steps that are recorded and run as one program: for small models, where the device waits for Python
     cache:str|None=None, # Folder in which compiled programs are kept for the next process, where the device's compiler can read them back
+    # What products of float32 numbers keep on a TPU: 'default' (8 bits), 'high' (16) or 'highest' (24). One setting for the process,
+    # left as it is by default
+    matmul_precision:str|None=None,
 ) -> Learner: # The learner itself
     "Train, validate and predict on an XLA device from now on"
     device = _as_xla_device(device)
@@ -75,6 +79,7 @@ def to_xla(self:Learner,
     if steps_per_execution < 1 or steps_per_execution > 1 and not replay:
         raise ValueError(f"to_xla(replay={replay}, steps_per_execution={steps_per_execution}): steps are run "
                          f"together once they are recorded, so this takes a number from 1 on, and `replay='auto'`.")
+    if matmul_precision: check_precision(matmul_precision)
     if cache and (why := use_cache(cache)):
         warnings.warn(f"to_xla(cache='{cache}'): compiled programs are not kept: "
                       f"{why}. Training goes on, and the next process compiles again.")
@@ -85,6 +90,7 @@ def to_xla(self:Learner,
         raise ValueError("fastai has been told to put everything on the CPU, by `default_device(False)`. "
                          "Take that back with `default_device(None)`, then call `learn.to_xla()`.")
     _check_default()
+    if matmul_precision: set_matmul_precision(matmul_precision)
     register_lowerings()
     if hasattr(self, 'xla_opt'): self.xla_opt.device = device
     else: _attach(self, XLAOptCallback(device))
@@ -112,7 +118,7 @@ def _warn_without(learn):
 @patch
 def create_opt(self:Learner):
     "Create an optimizer with default hyper-parameters"
-    if hasattr(self, 'xla_opt'): settle(self)
+    if hasattr(self, 'xla_opt'): settle(self, opt=False)
     self._orig_create_opt()
 
 @patch

@@ -33,13 +33,6 @@ _cures = dict(shape="Give all batches one shape.", dtype="Give all batches one d
 
 _reads = {'_local_scalar_dense': 'a number was read from the device: `.item()`, `float()`, `bool()` or an `if`',
     '_to_copy': 'a tensor was copied to the host: `.cpu()`, `.numpy()`, `.tolist()` or `print`'}
-def _functional(o, args):
-    """What a factory or a copy to the device made, as it is without a mode
-
-    In one, torch_xla leaves out the wrapper for in-place operators and views"""
-    made = isinstance(o, torch.Tensor) and is_xla(o) and not has_xla(args) and not torch._is_functional_tensor(o)
-    return torch._to_functional_tensor(o) if made else o
-
 _no_ops = {'_propagate_xla_data', 'empty', 'empty_strided', 'empty_like'}
 
 # %% ../nbs/api/02aa_op_watch.ipynb #8c210f8a
@@ -69,9 +62,9 @@ class OpWatch(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if os.getpid() != self.pid or func.namespace != 'aten' or func._schema.name.split('::')[1] in _no_ops:
-            return _functional(func(*args, **kwargs), args)
+            return functional(func(*args, **kwargs), args)
         where,before = self._where(),xla_counts()
-        outs = _functional(self.call(func, args, kwargs, *where[1:]), args)
+        outs = functional(self.call(func, args, kwargs, *where[1:]), args)
         if has_xla(outs) or has_xla(args): self._note(func, args, kwargs, outs, where, xla_counts()-before)
         return outs
 

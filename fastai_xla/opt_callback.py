@@ -46,6 +46,12 @@ def _renew_opt(learn):
     if len(hypers) == len(learn.opt.hypers):
         for k in hypers[0]: learn.opt.set_hyper(k, [h[k] for h in hypers])
 
+_renewed = ("The optimizer held {} parameters (the first of shape {}) that are no longer the model's, as where a layer "
+            "has been replaced, or the model moved by hand. fastai "
+            "would train neither those nor the ones in their place, silently. The optimizer has been made anew, and holds all of the model's "
+            "now. After a change of the model call `learn.create_opt()`.")
+
+# %% ../nbs/api/06f_opt_callback.ipynb #06f00001
 def _move_dls(dls, device):
     for dl in dls.loaders:
         if hasattr(dl, 'to'): dl.to(device)
@@ -53,6 +59,7 @@ def _move_dls(dls, device):
 
 def settle(
     learn:Learner, # Learner with an `XLAOptCallback`
+    opt:bool=True, # See to its optimizer as well? Not where that is about to be made anew
 ):
     "Put the model on the learner's XLA device, and let its optimizer hold the model's parameters and no others"
     device = learn.xla_opt.device
@@ -61,8 +68,10 @@ def settle(
     for m in (learn.model, loss_module(learn)):
         if m is not None: explain_mixed(m)
     learn.xla_opt.hidden()
-    if learn.opt is None: return
-    if _other_params(learn) and not isinstance(learn.opt_func, OptimWrapper): _renew_opt(learn)
+    if learn.opt is None or not opt: return
+    if others := _other_params(learn):
+        if not isinstance(learn.opt_func, OptimWrapper): _renew_opt(learn)
+        if not _other_params(learn): warnings.warn(_renewed.format(len(others), tuple(others[0].shape)))
     lost = [p for p in _other_params(learn) if not is_xla(p)]
     if lost:
         raise RuntimeError(f"The optimizer holds {len(lost)} parameters (the first of shape {tuple(lost[0].shape)}, "

@@ -18,6 +18,7 @@ from fastcore.all import *
 from fastai.callback.core import *
 from fastai.learner import Learner
 
+from .precision import matmul_precision
 from .capture.state import *
 from .capture.effects import is_library
 from .capture.recording import *
@@ -93,7 +94,7 @@ def _key(self:Recordings, inputs, spec):
             *map(id, (*self.mets, *self.stateful, *hypers)), *((id(o.state), *map(id, getattr(o, 'cbs', ()))) for o in opts),
             *((id(cb), cb.run, cb.run_train, cb.run_valid) for cb in self.actors),
             self.settings.now(), *(_flags(o) for o in hypers), states,
-            torch.is_autocast_enabled('xla'), torch.get_autocast_dtype('xla'), torch.is_grad_enabled())
+            torch.is_autocast_enabled('xla'), torch.get_autocast_dtype('xla'), torch.is_grad_enabled(), matmul_precision('cpu'))
 
 @patch
 def _alive(self:Recordings):

@@ -15,6 +15,7 @@ import pandas as pd
 from fastcore.all import *
 
 from .runtime import *
+from .precision import precision_text
 
 # %% ../nbs/api/02_report.ipynb #b67284c3
 _warm_up = dict(training=2, validation=2)
@@ -133,6 +134,7 @@ def _notes(self:XLAReport):
     if looks: yield f"{looks} of the transfers to the host were progress-bar reads (once a second); they are left out per batch."
     for why,n in self.plain.items(): yield f"{n} batch{'es were' if n > 1 else ' was'} retraced: {why}."
     for what,n in self.beside.items(): yield f"{n} batch{'es' if n > 1 else ''} ran a program beside the step: {what}."
+    if text := precision_text(): yield text
     if self.watch is None and not self.clean:
         yield ("Which lines these come from, and why: `learn.xla_report(causes=True)`, which looks at a few batches, "
                "or another fit with `cbs=XLAReportCallback()`.")

@@ -189,7 +189,7 @@ def curve(eps, jump=0.):
                          ids=['none', 'jumps too', 'smooth'])
 def test_jump_of_a_relu(rough, fault):
     "A unit at zero that rounding lets through or not: a fault, unless larger roundings jump as well"
-    r = BackendRuns(curve(0.), [curve(1e-7)], dict(xla=curve(1e-7, 1e-3)), {}, 12, rough)
+    r = BackendRuns(dict(float64=Truth(curve(0.), [curve(1e-7)], rough)), dict(xla='float64'), dict(xla=curve(1e-7, 1e-3)), {}, 12)
     assert bool(r) == fault
 
 def test_inductor():

@@ -1,4 +1,5 @@
 "Every parameter that the optimizer holds is the model's own, is on the XLA device, and moves in a step"
+import warnings
 import pytest, torch
 from fastai.vision.all import *
 from fastai_xla.all import *
@@ -47,10 +48,15 @@ stories = dict(
     twice=lambda l,d: (l.to_xla().to_xla(), l.create_opt()),
 )
 
+told = ('new_model', 'new_model_freeze', 'new_model_before', 'new_head', 'moved_by_hand')   # on the CPU these train nothing
+
 @pytest.mark.parametrize('story', stories)
 def test_holds(story, tmp_path):
     learn = image_learner(path=tmp_path, opt_func=partial(SGD, mom=.9)).remove_cb(ProgressCallback)
-    with learn.no_logging(): stories[story](learn, tmp_path)
+    with learn.no_logging(), warnings.catch_warnings(record=True) as ws:
+        warnings.simplefilter('always')
+        stories[story](learn, tmp_path)
+    assert ['made anew' in str(w.message) for w in ws].count(True) == (story in told)
     assert holds(learn, biases_aside)
 
 def test_state_survives(tmp_path):

@@ -15,6 +15,7 @@ import pandas as pd
 from fastcore.all import *
 from fastai.learner import Learner
 
+from ..precision import precision_text
 from .chips import *
 from .compile import *
 from .program import *
@@ -133,6 +134,7 @@ def _notes(self:TPUReport):
     c,p = self.to.chip,self.step.program
     peaks = f"{c.tflops:g} Tflop/s in bfloat16 (float32 products run as such by default), {c.gbs:g} GB/s, {c.gib:g} GiB"
     yield f"Peaks of a {c.name}, by {c.source}: {peaks}. The bounds are no forecast: a step takes longer."
+    if text := precision_text(): yield f"{text} The operations above count each product once."
     for o in self.programs:
         if o.traced.why: yield f"The {o.traced.kind} is not recorded, and each batch is traced: {o.traced.why}."
     if not p: return

@@ -15,6 +15,7 @@ from fastcore.all import *
 
 from ..runtime import *
 from ..runtime import torch_xla, _XLAC
+from ..precision import *
 
 # %% ../../nbs/api/01fa_lowerings.loop.ipynb #687eb62d
 _xb = torch_xla and torch_xla.core.xla_builder
@@ -51,6 +52,13 @@ def _turn(loop, i, consts, carry, xs, outs):
     res = [*carry,*res] if loop.keep else res
     return i+_xb.Op.one(i.builder(), 's32'),carry,[_put(o, r, t) for o,r in zip(outs, res)]
 
+def _mm(a, b):
+    "`a@b`, of numbers as `tpu_numerics` has them"
+    def kept(o):
+        c = splitter(o.shape().dtype)
+        return keep_bits(o, o*o.scalar_like(c)) if c else o
+    return kept(a)@kept(b)
+
 # %% ../../nbs/api/01fa_lowerings.loop.ipynb #6f55e3c2
 @lru_cache(maxsize=1024)
 def _computation(
@@ -79,5 +87,5 @@ def _run(step, consts, carry, xs, widths, mask, reverse=False, keep=False):
     "The last carry and all outputs of `step` over the first axis of `xs`, with `widths` the sizes of the outputs' last axes"
     if mask is not None: xs = [mask,*xs]
     loop = _Loop(step, _shapes(consts), _shapes(carry), _shapes(xs), tuple(widths), keep, reverse,
-                 mask is not None, _xb.Op.from_torch_type(carry[0].dtype), _XLAC._xla_get_mat_mul_precision())
+                 mask is not None, _xb.Op.from_torch_type(carry[0].dtype), (_XLAC._xla_get_mat_mul_precision(), matmul_precision('cpu')))
     return _XLAC._xla_user_computation(f'xla::{step.__name__}', [*consts,*carry,*xs], _computation(loop))

@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from fastcore.all import *
 
 from .core import *
-from .loop import _run, _xb
+from .loop import _mm, _run, _xb
 
 # %% ../../nbs/api/01g_lowerings.rnn.ipynb #02287128
 def _sigmoid(x):
@@ -31,24 +31,24 @@ def _cols(x, n):
 
 def _lstm(consts, carry, xs):
     (w,*wr),(h,c),(gx,) = consts,carry,xs
-    i,f,g,o = _cols(gx + h@w, 4)
+    i,f,g,o = _cols(gx + _mm(h, w), 4)
     i,f,g,o = _sigmoid(i),_sigmoid(f),g.tanh(),_sigmoid(o)
     c = f*c + i*g
     h = o*c.tanh()
-    return [h@wr[0] if wr else h, c],[i,f,g,o]
+    return [_mm(h, wr[0]) if wr else h, c],[i,f,g,o]
 
 def _lstm_back(consts, carry, xs):
     (w,*wr),(dh,dc),(dy,c,c_prev,i,f,g,o) = consts,carry,xs
     dy = dh+dy
-    dh,tc = dy@wr[0] if wr else dy,c.tanh()
+    dh,tc = _mm(dy, wr[0]) if wr else dy,c.tanh()
     dc = dc + dh*o - dh*o*tc*tc
     da = _xb.Op.concat_in_dim([dc*g*(i-i*i), dc*c_prev*(f-f*f), dc*(i-i*g*g), dh*tc*(o-o*o)], 1)
-    return [da@w, dc*f],[da,dy] if wr else [da]
+    return [_mm(da, w), dc*f],[da,dy] if wr else [da]
 
 # %% ../../nbs/api/01g_lowerings.rnn.ipynb #defcbfb1
 def _gru(consts, carry, xs):
     (w,*b),(h,),(gx,) = consts,carry,xs
-    a = h@w
+    a = _mm(h, w)
     if b: a = a + b[0].broadcast_in_dim(a.shape().sizes, (1,))
     (xr,xz,xn),(ar,az,an) = _cols(gx, 3),_cols(a, 3)
     r,z = _sigmoid(xr+ar),_sigmoid(xz+az)
@@ -61,26 +61,26 @@ def _gru_back(consts, carry, xs):
     dn = dh*(n.ones_like()-z)*(n.ones_like()-n*n)
     dr,dz = dn*an*(r-r*r),dh*(h_prev-n)*(z-z*z)
     da = _xb.Op.concat_in_dim([dr,dz,dn*r], 1)
-    return [dh*z + da@w],[da,dn]
+    return [dh*z + _mm(da, w)],[da,dn]
 
 def _rnn_tanh(consts, carry, xs):
     (w,),(h,),(gx,) = consts,carry,xs
-    return [(gx + h@w).tanh()],[]
+    return [(gx + _mm(h, w)).tanh()],[]
 
 def _rnn_tanh_back(consts, carry, xs):
     (w,),(dh,),(dy,h) = consts,carry,xs
     da = (dh+dy)*(h.ones_like()-h*h)
-    return [da@w],[da]
+    return [_mm(da, w)],[da]
 
 def _rnn_relu(consts, carry, xs):
     (w,),(h,),(gx,) = consts,carry,xs
-    a = gx + h@w
+    a = gx + _mm(h, w)
     return [a.max(a.zeros_like())],[]
 
 def _rnn_relu_back(consts, carry, xs):
     (w,),(dh,),(dy,h) = consts,carry,xs
     da = (h > h.zeros_like()).select(dh+dy, h.zeros_like())
-    return [da@w],[da]
+    return [_mm(da, w)],[da]
 
 # %% ../../nbs/api/01g_lowerings.rnn.ipynb #25f9275a
 def _prev(ys, first, reverse):

@@ -23,6 +23,7 @@ from fastai.torch_core import set_seed
 from ..runtime import *
 from ..graphs import *
 from ..transfer import *
+from ..precision import *
 from ..runtime import torch_xla
 import fastai_xla.learner
 from .models import Finding
@@ -98,8 +99,9 @@ def _prepare(learn, backend):
         learn.remove_cbs([cb for cb in learn.cbs if isinstance(cb, Recorder)])   # its averages are float32
         learn.add_cb(_Wide())
 
-def _run(make_learner, backend, fit, seed, modes=()):
+def _run(make_learner, name, fit, seed, modes=()):
     "Train on one backend; returns its `_Curve`"
+    backend,_,products = name.partition('/')
     set_seed(seed, reproducible=True)
     learn = make_learner()
     for i,dl in enumerate(learn.dls.loaders):
@@ -111,6 +113,7 @@ def _run(make_learner, backend, fit, seed, modes=()):
     with ExitStack() as stack:
         for c in (learn.no_logging(), default_dtype(torch.float64 if backend == 'float64' else torch.float32), *modes):
             stack.enter_context(c)
+        if products: stack.enter_context(tpu_numerics(products))   # sees a product before it is taken apart
         fit(learn)
     curve = learn._curve
     learn.remove_cb(curve)
@@ -123,45 +126,35 @@ class BackendRuns(Finding):
     """Runs of one training on several backends; true where one has a fault
 
     `.verdicts`, `.parted` (backend -> first step), `.losses`, `.distances`, `.plot()`"""
-    limit,in_a_row,rougher = 30,3,10
+    limit,in_a_row = 30,3
     def __init__(self,
-        truth, # `_Curve` of the float64 run
-        floors:list, # Those of the runs with random roundings
+        truths:dict, # Name -> `Truth`: one for each precision of matrix products
+        of:dict, # Backend -> name of its truth
         curves:dict, # Backend -> its `_Curve`
         left_out:dict, # Backend -> why it was not run
         n_iter:int, # Steps of an epoch
-        rough:list=(), # Runs with random roundings that are ten times as large
     ):
         store_attr()
-        self.losses = {k: np.array(c.losses) for k,c in dict(float64=truth, **curves).items()}
-        self.distances = {k: self._weights(c) for k,c in curves.items()}
-        last_bit = dict(loss=2**-23*np.abs(self.losses['float64']), weights=2**-25)
-        far = dict(loss=self._loss, weights=self._weights)
-        self.floor = {k: self._highest([f(c) for c in floors] + [f(c)/self.rougher for c in rough], last_bit[k]) for k,f in far.items()}
-        self.ratios = {k: dict(loss=self._loss(c)/self.floor['loss'], weights=self.distances[k]/self.floor['weights'])
-                       for k,c in curves.items()}
-        self.parted = {k: s for k,r in self.ratios.items() if (s := self._parts(r)) is not None}
+        self.losses = {k: np.array(c.losses) for k,c in ({n: t.curve for n,t in truths.items()} | curves).items()}
+        off = {k: truths[of[k]].off(c) for k,c in curves.items()}
+        self.distances = {k: d['weights'] for k,d in off.items()}
+        self.ratios = {k: {kind: d/truths[of[k]].floor[kind] for kind,d in ds.items()} for k,ds in off.items()}
+        self.parted = {k: s for k in curves if (s := self._parts(k)) is not None}
         self.verdicts = {k: 'fault' if k in self.parted else 'rounding' for k in curves}
         super().__init__(self._told(), self._table())
 
-    @property
-    def steps(self): return np.array(list(self.truth.weights))
-    def _loss(self, c):
-        with np.errstate(invalid='ignore'): return np.abs(np.array(c.losses)-np.array(self.truth.losses))
-    def _weights(self, c): return np.array([np.linalg.norm(c.weights[s]-w)/np.linalg.norm(w) for s,w in self.truth.weights.items()])
-    def _highest(self, ds, bits): return np.maximum.accumulate(np.nan_to_num(np.maximum(np.max(ds, 0), bits), nan=np.inf))
-
+    def _loss(self, k): return np.abs(self.losses[k]-self.losses[self.of[k]])
     def __bool__(self): return bool(self.parted)
 
 # %% ../../nbs/api/12e_parity.backends.ipynb #f27f43d1
 @patch
-def _parts(self:BackendRuns, ratios):
+def _parts(self:BackendRuns, backend):
     "The first step from which on the distances are too large, several times in a row"
-    found = []
-    for kind,r in ratios.items():
-        far = ~(r <= self.limit) & np.isfinite(self.floor[kind])   # where the truth is not a number, nothing can be told
+    found,truth = [],self.truths[self.of[backend]]
+    for kind,r in self.ratios[backend].items():
+        far = ~(r <= self.limit) & np.isfinite(truth.floor[kind])   # where the truth is not a number, nothing can be told
         runs = np.convolve(far, np.ones(self.in_a_row), 'valid') == self.in_a_row
-        if runs.any(): found.append(int(self.steps[runs.argmax()]) if kind == 'weights' else int(runs.argmax())+1)
+        if runs.any(): found.append(int(truth.steps[runs.argmax()]) if kind == 'weights' else int(runs.argmax())+1)
     return min(found, default=None)
 
 @patch
@@ -174,10 +167,10 @@ def _told(self:BackendRuns):
 
 @patch
 def _table(self:BackendRuns):
-    early = self.steps <= 50
     def row(k):
+        early = self.truths[self.of[k]].steps <= 50
         return {'verdict': self.verdicts[k], 'parts at step': self.parted.get(k, ''), 'final loss': self.losses[k][-1],
-                'off by': self._loss(self.curves[k])[-1],
+                'off by': self._loss(k)[-1],
                 'times the floor, steps 1 to 50': np.nanmax(self.ratios[k]['weights'][early][1:], initial=0.)}
     return pd.DataFrame({k: row(k) for k in self.verdicts}).T.rename_axis('backend')
 
@@ -192,12 +185,13 @@ def plot(self:BackendRuns,
     colors = {k: f'C{i}' for i,k in enumerate(self.curves)}
     for k,l in self.losses.items():
         axs[0].plot(range(1, len(l)+1), l, label=k,
-                    **(dict(lw=4, color='lightgrey') if k == 'float64' else dict(lw=1, color=colors[k])))
-    axs[1].fill_between(range(1, len(self.floor['loss'])+1), 1e-12, self.floor['loss'], color='lightgrey', label='rounding')
-    axs[2].fill_between(self.steps, 1e-12, self.floor['weights'], color='lightgrey', label='rounding')
+                    **(dict(lw=4, color='lightgrey') if k in self.truths else dict(lw=1, color=colors[k])))
+    for t in self.truths.values():
+        axs[1].fill_between(range(1, len(t.curve.losses)+1), 1e-12, t.floor['loss'], color='lightgrey', label='rounding')
+        axs[2].fill_between(t.steps, 1e-12, t.floor['weights'], color='lightgrey', label='rounding')
     for k in self.curves:
-        axs[1].plot(range(1, len(self.losses[k])+1), np.maximum(self._loss(self.curves[k]), 1e-12), lw=1, color=colors[k], label=k)
-        axs[2].plot(self.steps, np.maximum(self.distances[k], 1e-12), lw=1, color=colors[k], label=k)
+        axs[1].plot(range(1, len(self.losses[k])+1), np.maximum(self._loss(k), 1e-12), lw=1, color=colors[k], label=k)
+        axs[2].plot(self.truths[self.of[k]].steps, np.maximum(self.distances[k], 1e-12), lw=1, color=colors[k], label=k)
     for ax,t in zip(axs, ('loss', '|loss - float64|', 'distance of the weights')):
         ax.set(title=t, xlabel='step')
         ax.legend()
@@ -206,8 +200,16 @@ def plot(self:BackendRuns,
     return fig
 
 # %% ../../nbs/api/12e_parity.backends.ipynb #9a48f84d
+def _products(backend):
+    "What its products of float32 numbers keep"
+    base,_,products = backend.partition('/')
+    at = {'xla-replay': 'xla', 'inductor': 'cpu', 'float64': 'cpu'}.get(base, base)
+    return check_precision(products) if products else matmul_precision(at)
+
 def _possible(backend):
     "Why a backend cannot be tried here; empty where it can"
+    if backend.startswith('inductor') and _products(backend) != 'highest': return 'in its programs `tpu_numerics` sees no products'
+    backend = backend.partition('/')[0]
     if backend.startswith('xla') and not torch_xla: return 'torch_xla is not installed'
     if backend == 'xla-replay': return cannot_replay()
     if backend.startswith('cuda') and not torch.cuda.is_available(): return 'there is no GPU'
@@ -224,10 +226,12 @@ def _check_same(truth, curve, name):
                              "Make the dataloaders in `make_learner`, and leave random augmentation away.")
 
 # %% ../../nbs/api/12e_parity.backends.ipynb #f4f43f03
+def _truth_name(products): return 'float64' if products == matmul_precision('cpu') else f'float64/{products}'
+
 def compare_backends(
     make_learner:callable, # Returns a new `Learner`
     # Any of these, or devices such as 'cuda'; those that cannot run here are left out. 'xla' traces every step,
-    # 'xla-replay' is what `to_xla()` does by default
+    # 'xla-replay' is what `to_xla()` does by default. 'xla/default': with products that keep what a TPU's do
     backends:tuple=('cpu','xla','xla-replay','inductor'),
     n_epoch:int=1, # Epochs to train
     lr:float=None, # Learning rate; the learner's by default
@@ -237,22 +241,23 @@ def compare_backends(
 ) -> BackendRuns: # True where a backend has a fault
     "Train the same learner on each backend, and tell rounding from a fault by the early steps"
     fit = fit or (lambda learn: learn.fit(n_epoch, lr))
-    truth = _run(make_learner, 'float64', fit, seed, [PlainOps()])
-    def rounded(i, **kwargs): return _run(make_learner, 'float64', fit, seed, [RandomRounding(i, **kwargs), PlainOps()])
-    floors = [rounded(i) for i in range(roundings)]
     left_out = {b: why for b in backends if (why := _possible(b))}
-    curves = {}
-    for b in backends:
-        if b in left_out: continue
+    of = {b: _truth_name(_products(b)) for b in backends if b not in left_out}
+    def rounded(name, i, **kwargs): return _run(make_learner, name, fit, seed, [RandomRounding(i, **kwargs), PlainOps()])
+    truths = {n: _run(make_learner, n, fit, seed, [PlainOps()]) for n in uniqueify(of.values()) or ['float64']}
+    floors = {n: [rounded(n, i) for i in range(roundings)] for n in truths}
+    one,curves = first(truths.values()),{}
+    for b in of:
         try: curves[b] = _run(make_learner, b, fit, seed)
         except Exception as e: left_out[b] = f'it fails: {type(e).__name__}: {str(e).strip().splitlines()[0] if str(e).strip() else ""}'
-        else: _check_same(truth, curves[b], b)
-    _check_same(truth, floors[0], 'float64, a second time')
-    n_iter = max(1, len(truth.losses)//max(1, n_epoch)) if len(truth.losses) % max(1, n_epoch) == 0 else len(truth.losses)
-    runs = BackendRuns(truth, floors, curves, left_out, n_iter)
-    if not runs: return runs
-    rough = [rounded(roundings+i, eps=BackendRuns.rougher*2**-24) for i in range(2*roundings)]
-    return BackendRuns(truth, floors, curves, left_out, n_iter, rough)
+        else: _check_same(one, curves[b], b)
+    for n in truths: _check_same(one, floors[n][0], f'{n}, a second time')
+    n_iter = max(1, len(one.losses)//max(1, n_epoch)) if len(one.losses) % max(1, n_epoch) == 0 else len(one.losses)
+    def runs(rough):
+        return BackendRuns({n: Truth(t, floors[n], rough.get(n, ())) for n,t in truths.items()}, of, curves, left_out, n_iter)
+    found = runs({})
+    return found and runs({n: [rounded(n, roundings+i, eps=Truth.rougher*2**-24) for i in range(2*roundings)]
+                           for n in {of[b] for b in found.parted}})
 
 # %% ../../nbs/api/12e_parity.backends.ipynb #34303064
 def _make_learner(source):
@@ -281,6 +286,6 @@ def parity_cli(
     runs = compare_backends(_make_learner(source), tuple(backends.split(',')), n_epoch=epochs, lr=lr, seed=seed)
     print(runs)
     runs.plot().savefig(f'{out}.png')
-    pd.DataFrame(runs.losses, index=pd.RangeIndex(1, len(runs.truth.losses)+1, name='step')).to_csv(f'{out}.csv')
+    pd.DataFrame(runs.losses, index=pd.RangeIndex(1, len(first(runs.losses.values()))+1, name='step')).to_csv(f'{out}.csv')
     print(f'\nWritten: {out}.png, {out}.csv')
     if runs: sys.exit(1)
