@@ -1,12 +1,14 @@
 """`locate_fault` on five models: no alarm without a fault; the right layer, phase and backend with one
 
-    PJRT_DEVICE=CPU python benchmarks/locate.py --seeds 5"""
+    PJRT_DEVICE=CPU python benchmarks/locate.py --seeds 5
+    PJRT_DEVICE=CPU python benchmarks/locate.py --seeds 5 --precision default --eps .05    # with products as on a TPU"""
 import time
 from fastcore.script import call_parse
 from fastai.vision.all import *
 from fastai.text.all import AWD_LSTM, LinearDecoder, SequentialRNN, get_language_model
 from fastai.tabular.all import TabularModel
 from fastai_xla.parity.locate import locate_fault
+from fastai_xla.precision import tpu_numerics
 
 class Pred(Module):
     "The predictions of a language model, without what its regularisers want"
@@ -67,18 +69,21 @@ def candidates(model):
             and not isinstance(m, (nn.Sequential, nn.ModuleList, nn.Identity,
                                    nn.modules.linear.NonDynamicallyQuantizableLinear, MergeLayer, ResizeToOrig))]
 
-def no_alarms(name, seeds):
+def searched(model, batch, loss, precision):
+    with tpu_numerics(precision): return locate_fault(model, batch, loss)
+
+def no_alarms(name, seeds, precision):
     times,alarms = [],[]
     for s in range(seeds):
         set_seed(s, reproducible=True)
         model,batch,loss = models[name]()
         t = time.time()
-        f = locate_fault(model, batch, loss)
+        f = searched(model, batch, loss, precision)
         times.append(time.time()-t)
         if f: alarms.append(f)
     return alarms,max(times),f.n_calls
 
-def found(name, layer_seed, backend, eps, phase):
+def found(name, layer_seed, backend, eps, phase, precision):
     set_seed(layer_seed, reproducible=True)
     model,batch,loss = models[name]()
     calls = set(locate_paths(model, batch, loss))
@@ -86,7 +91,7 @@ def found(name, layer_seed, backend, eps, phase):
     path,module = g.choice([(n, m) for n,m in candidates(model) if n in calls])
     plant(module, backend, eps, phase)
     t = time.time()
-    f = locate_fault(model, batch, loss)
+    f = searched(model, batch, loss, precision)
     return bool(f) and (f.path,f.backend,f.phase) == (path,backend,phase),path,type(module).__name__,f,time.time()-t
 
 def locate_paths(model, batch, loss):
@@ -97,17 +102,19 @@ def locate_paths(model, batch, loss):
 def main(
     seeds:int=5, # Seeds without a fault, and layers with one
     names:str='', # Some of the models, with commas between
+    precision:str='highest', # What matrix products keep, as on a TPU
+    eps:float=None, # Size of the faults; 1e-3 and 1e-4 by default
     verbose:bool=False, # Tell each layer?
 ):
     total,right,slow = 0,0,0.
     for name in names.split(',') if names else models:
-        alarms,t,n = no_alarms(name, seeds)
+        alarms,t,n = no_alarms(name, seeds, precision)
         print(f'{name}: {n} calls, {len(alarms)} alarms in {seeds} seeds without a fault, at most {t:.1f} s', *alarms, flush=True)
         for layer in range(seeds):
             for i,(backend,phase) in enumerate((b, p) for b in ('cpu', 'xla') for p in ('forward', 'backward')):
-                eps = 1e-3 if (layer+i)%2 else 1e-4
-                ok,path,kind,f,t = found(name, layer, backend, eps, phase)
+                size = eps or (1e-3 if (layer+i)%2 else 1e-4)
+                ok,path,kind,f,t = found(name, layer, backend, size, phase, precision)
                 total,right,slow = total+1,right+ok,max(slow, t)
                 if verbose or not ok:
-                    print(f"  {'found ' if ok else 'MISSED'} {eps} {phase} on {backend} in {path} ({kind}): {f.verdict}", flush=True)
+                    print(f"  {'found ' if ok else 'MISSED'} {size} {phase} on {backend} in {path} ({kind}): {f.verdict}", flush=True)
         print(f'  so far {right} of {total} named rightly, at most {slow:.1f} s', flush=True)

@@ -72,9 +72,10 @@ def _do_one_batch(self:Learner):
     if r.raws is not None:
         r.transform()
         r.raws,r.apart = None,r.reason
-        if r.batch(): return
+        if not r.interrupt and r.batch(): return
     r.plain[r.reason] += 1
     self._orig__do_one_batch()
+    if r.interrupt: raise r.interrupt   # of the keyboard; a callback that has raised it has done so again by now
 
 # %% ../nbs/api/06c_loop.ipynb #5b1f09ac
 def _says_grad(f, seen):

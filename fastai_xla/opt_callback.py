@@ -46,10 +46,9 @@ def _renew_opt(learn):
     if len(hypers) == len(learn.opt.hypers):
         for k in hypers[0]: learn.opt.set_hyper(k, [h[k] for h in hypers])
 
-_renewed = ("The optimizer held {} parameters (the first of shape {}) that are no longer the model's, as where a layer "
-            "has been replaced, or the model moved by hand. fastai "
-            "would train neither those nor the ones in their place, silently. The optimizer has been made anew, and holds all of the model's "
-            "now. After a change of the model call `learn.create_opt()`.")
+_renewed = ("The optimizer held {} parameters (the first of shape {}) that are no longer the model's, as where a layer has been replaced, "
+            "or the model moved by hand. fastai would train neither those nor the ones in their place, silently. The optimizer has been "
+            "made anew, and holds all of the model's now. After a change of the model call `learn.create_opt()`.")
 
 # %% ../nbs/api/06f_opt_callback.ipynb #06f00001
 def _move_dls(dls, device):

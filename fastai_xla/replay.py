@@ -89,7 +89,7 @@ def _zeros(met, device):
 @patch
 def batch(self:Replay) -> bool: # Has the step been done?
     "Do the step of this batch as recorded, if that can be"
-    learn,self.tracing,self.auditing = self.learn,False,False
+    learn,self.tracing,self.auditing,self.interrupt = self.learn,False,False,None
     if self.failed[learn.training] >= 4: return False   # for the reason that came last
     inputs,spec = flatten([f.raw for f in self.raws] if self.raws is not None else (learn.xb, learn.yb))
     recs = self._find(inputs, spec)
@@ -106,8 +106,9 @@ def batch(self:Replay) -> bool: # Has the step been done?
     for m in self.mets: _zeros(m, learn.xla_opt.device)
     rec = next((r for r in recs if r.ready(self.same)), None)
     try: rec = self._proved(rec, recs, inputs)
-    except Exception as e:
+    except (Exception, KeyboardInterrupt) as e:
         self._refuse(e)
+        self.interrupt = e if isinstance(e, KeyboardInterrupt) else None
         return False
     if rec.proved: self.failed[learn.training] = 0
     self.shared = (learn.iter == 0 or self.shared or self.user_callbacks()) and not rec.alone()

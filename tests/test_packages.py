@@ -1,9 +1,11 @@
 "What packages on top of fastai do, in a few lines each: the same on XLA as on the CPU"
+import gc
 import pytest, torch
 from torch import nn
 from fastai.vision.all import *
 from fastai_xla.all import *
 from fastai_xla.aot.take import _state_of
+from fastai_xla.capture import state
 from fastai_xla.runtime import device
 from fastai_xla.graphs import manual_seed
 from fastai_xla.transfer import fetch
@@ -209,3 +211,61 @@ def test_optimizers_of_the_users_own(opt, why):
     for a,b in zip(*results): test_close(a, b, eps=1e-4)
     if why: given_up(learn, why)
     else: assert sum(learn.xla_report().plain.values()) <= 2, learn.xla_report()
+
+def test_scan_where_garbage_is_collected(monkeypatch, capfd):
+    "Tensors that only C++ holds do not die while the scan looks at them"
+    def forgotten():
+        learn = image_learner().remove_cb(ProgressCallback).to_xla()
+        with learn.no_logging(): learn.fit(1)
+    gc.collect()
+    gc.disable()
+    try:
+        forgotten()
+        looked,is_xla = [],state.is_xla
+        def collecting(t):
+            if not looked: gc.collect()
+            looked.append(t)
+            return is_xla(t)
+        monkeypatch.setattr(state, 'is_xla', collecting)
+        state.live_tensors([])
+    finally: gc.enable()
+    assert len(looked) > 10 and 'live PyObject references' not in capfd.readouterr().err
+
+def critic(): return nn.Sequential(nn.Linear(2, 8), nn.LeakyReLU(.2), nn.Linear(8, 1))
+
+def both(make):
+    "What `make` gives on the CPU and on XLA"
+    res = []
+    for xla in (False, True):
+        set_seed(0, reproducible=True)
+        res.append([torch.as_tensor(t).detach().cpu() for t in make(xla)])
+    return zip(*res)
+
+@pytest.mark.parametrize('frozen', [False, True])
+def test_critic_in_the_loss(frozen):
+    "A second network, which the step only leaves gradients with: nobody zeroes them"
+    def make(xla):
+        G,D = nn.Linear(8, 2),critic().requires_grad_(not frozen)
+        items = list(zip(torch.randn(64, 8), torch.randn(64, 1)))
+        learn = Learner(DataLoaders.from_dsets(items, items, bs=16, num_workers=0), G, loss_func=lambda p, y: F.mse_loss(D(p), y))
+        learn.remove_cb(ProgressCallback)
+        if xla: D.to(learn.to_xla().dls.device)
+        with learn.no_logging(): learn.fit(3, 1e-2)
+        return [*learn.recorder.losses, *G.parameters(), *(p.grad for p in D.parameters() if not frozen)]
+    for a,b in both(make): assert torch.allclose(a, b, rtol=1e-4, atol=1e-5)
+
+def test_gan_of_two_learners():
+    def make(xla):
+        G,D = nn.Linear(8, 2),critic()
+        z,real = torch.randn(64, 8),torch.randn(64, 2)*.3+1
+        dls = lambda a: DataLoaders.from_dsets(list(zip(a, z)), list(zip(a, z)), bs=16, num_workers=0)
+        gen = Learner(dls(z), G, loss_func=lambda p, y: F.softplus(-D(p)).mean())
+        dis = Learner(dls(real), D, loss_func=lambda p, y: F.softplus(-p).mean() + F.softplus(D(G(y).detach())).mean())
+        losses = []
+        if xla: gen.to_xla(), dis.to_xla()
+        for learn in (dis, gen)*3:
+            learn.remove_cb(ProgressCallback)
+            with learn.no_logging(): learn.fit(1, 1e-2)
+            losses += [float(l) for l in learn.recorder.losses]
+        return [*losses, *G.parameters(), *D.parameters()]
+    for a,b in both(make): assert torch.allclose(a, b, rtol=1e-4, atol=1e-5)

@@ -101,7 +101,8 @@ def awd_lstm():
 
 def attention(): return nn.TransformerEncoderLayer(32, 4, 64, batch_first=True),torch.randn(4, 12, 32)
 def convnet():
-    return nn.Sequential(ConvLayer(1, 8), ConvLayer(8, 16, stride=2), nn.AdaptiveAvgPool2d(1), Flatten(), nn.Linear(16, 3)),torch.randn(4, 1, 8, 8)
+    head = nn.AdaptiveAvgPool2d(1),Flatten(),nn.Linear(16, 3)
+    return nn.Sequential(ConvLayer(1, 8), ConvLayer(8, 16, stride=2), *head),torch.randn(4, 1, 8, 8)
 
 @pytest.mark.parametrize('make', [awd_lstm, attention, convnet])
 def test_no_alarm_where_products_are_rounded(make):

@@ -172,3 +172,21 @@ def test_the_first_error_is_the_users_and_the_next_fit_goes_on(event, batch, tra
     expected,got = run(),run(xla)
     assert_same(weights(got), weights(expected), 1e-4)
     assert_same([tensor(got.recorder.values)], [tensor(expected.recorder.values)], 1e-4)
+
+class Once(Callback):
+    "Interrupts one step, and never again"
+    done = False
+    def after_backward(self):
+        if self.training and self.train_iter == 3 and not self.done:
+            self.done = True
+            raise KeyboardInterrupt
+
+@pytest.mark.parametrize('xla', [False, True], ids=['cpu', 'xla'])
+def test_interrupt_by_a_callback_comes_once(xla):
+    "What the callback has set before it raises outlives the trace of the step"
+    learn = image_learner(cbs=Once()).remove_cb(ProgressCallback)
+    if xla: learn.to_xla()
+    with learn.no_logging():
+        with pytest.raises(KeyboardInterrupt): learn.fit(1)
+        learn.fit(1)
+    assert learn.once.done and len(learn.recorder.losses) == len(learn.dls.train)

@@ -9,6 +9,7 @@ __all__ = ['flatten', 'Refused', 'key_name', 'Places', 'set_data', 'Kept', 'Memo
 
 # %% ../../nbs/api/05b_capture.state.ipynb #1e39253c
 import gc
+from itertools import chain, compress, tee
 from dataclasses import is_dataclass
 from types import SimpleNamespace
 
@@ -160,6 +161,11 @@ class Memory:
         self.buffers = buffers(self.tensors)
         self.host = [(t, t.detach().clone(), path) for *_,t,path in places.tensors if not is_xla(t)]
         self.elsewhere = live_tensors([*self.tensors, *inputs]) if search else []
+        leaves = [t for t in self.elsewhere if t.requires_grad and t.is_leaf]   # a backward pass may leave a gradient with them
+        self.params,self.grads = self.params + leaves,self.grads + [t.grad for t in leaves]
+        self.trains += [True]*len(leaves)
+        found = set(map(id, self.elsewhere))   # a gradient that only C++ holds has not been found
+        self.elsewhere += [t.grad for t in leaves if t.grad is not None and id(t.grad) not in found]
         self.kept = Kept([*self.tensors, *inputs, *self.elsewhere])
 
     def _add(self, t, reader):
@@ -202,23 +208,40 @@ def grad(p): return p.grad
 # %% ../../nbs/api/05b_capture.state.ipynb #d992e8b1
 def _with_subclasses(c): return {c}.union(*map(_with_subclasses, c.__subclasses__()))
 
+def _tensors():
+    """All tensors, each held: one that only C++ holds would die under our hands, as where garbage is collected
+
+    In one call of C: a thread that builds a tuple must be the only one to hold it, and may not run while there is a list of all objects.
+    What refers to the tensor classes would not do: tensors that C++ holds, too, tell the collector of nothing"""
+    kinds = set(map(id, _with_subclasses(torch.Tensor)))
+    objects,same = tee(chain.from_iterable(map(gc.get_objects, (None,))))
+    found = compress(objects, map(kinds.__contains__, map(id, map(type, same))))
+    on = gc.isenabled()
+    gc.disable()
+    try:
+        ts = list(found)
+        with torch._C.DisableTorchFunctionSubclass():
+            for t in ts: t._fix_weakref()
+    finally:
+        if on: gc.enable()
+    return ts
+
 def live_tensors(
     known:list, # XLA tensors to leave out
 ) -> list: # XLA tensors that are computed
-    """What else is alive on XLA devices, wherever it is held: one scan of the garbage collector's objects, some 0.1 s
-
-    An instance refers to its class. A list of all objects would do harm: a thread that builds a tuple must be the only one to hold it"""
+    "What else is alive on XLA devices, wherever it is held: one scan of the garbage collector's objects, some 0.1 s"
     known = set(map(id, known))
-    ts = [o for o in gc.get_referrers(*_with_subclasses(torch.Tensor)) if issubclass(type(o), torch.Tensor)]
+    ts = _tensors()
     ts = [t for t in ts if id(t) not in known and is_xla(t)]
     ts = [t for t in ts if torch._is_functional_tensor(t)]   # others are what kernels see of these
-    for t in ts: t._fix_weakref()   # else one that only C++ holds would die under our hands
     ts = [t for t,p in zip(ts, pending(ts)) if not p]
     return [t for t in ts if not _is_dead(t)]
 
 # %% ../../nbs/api/05b_capture.state.ipynb #d992e8b3
 @patch
 def changed_elsewhere(self:Memory) -> list:
-    "Tensors that are in no place, and have changed since"
-    n = len(self.elsewhere)
-    return [t for t,b,p in zip(self.elsewhere, self.kept.buffers[-n:], pending(self.elsewhere)) if p or buffers([t])[0] != b] if n else []
+    "Tensors that are in no place, and have changed since, or been given another gradient"
+    n,mine = len(self.elsewhere),set(map(id, self.tensors))
+    now = zip(self.elsewhere, self.kept.buffers[-n:], pending(self.elsewhere)) if n else ()
+    changed = [t for t,b,p in now if p or buffers([t])[0] != b]
+    return changed + [p for p,g in zip(self.params, self.grads) if id(p) not in mine and p.grad is not g]

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from fastcore.all import *
 import fastai.vision.augment as augment
 from fastai.torch_core import TensorImage, TensorMask
-from fastai.vision.augment import RandomErasing, RandomResizedCropGPU
+from fastai.vision.augment import AffineCoordTfm, RandomErasing, RandomResizedCropGPU
 
 from ..runtime import *
 
@@ -47,8 +47,16 @@ def apply_perspective(coords, coeffs):
     flat,coeffs = coords.as_subclass(torch.Tensor).view(coords.shape[0], -1, 2),coeffs.as_subclass(torch.Tensor)
     coeffs = torch.cat([coeffs, torch.ones_like(coeffs[:,:1])], dim=1).view(-1, 3, 3)
     new = flat @ coeffs[...,:2].transpose(1,2) + coeffs[...,2].unsqueeze(1)
-    flawed = (new[...,2:] == 0.).any()
+    flawed = new[...,2:].logical_not().any()   # a comparison with a number would be in float64
     return torch.where(flawed, flat, new[...,:2]/new[...,2:]).view(coords.shape).as_subclass(type(coords))
+
+# %% ../../nbs/api/04i_compat.augment.ipynb #04i00002
+@patch
+def _encode(self:AffineCoordTfm, x, mode, reverse=False):
+    drawn = not self.split_idx or type(self)._get_affine_mat is not AffineCoordTfm._get_affine_mat
+    sized = self.size is not None and self.cp_size != tuple(x.shape[-2:])
+    whole = isinstance(x, TensorImage) and x.is_floating_point() or isinstance(x, TensorMask) and x.dtype == torch.int64
+    return self._orig__encode(x, mode, reverse) if drawn or sized or not whole or not is_xla(x) else x
 
 # %% ../../nbs/api/04i_compat.augment.ipynb #2ad0f6d2
 @_on_xla(_stock('mask_tensor'))

@@ -190,7 +190,8 @@ def _ran(call, backend, rounded):
     "Results of `call` on `backend`, on the host; or the exception that it raised"
     phase = ['forward']
     try:
-        with backend.numerics(): return fetch(repeat(call, backend.device, backend.dtype, rounded, between=lambda: phase.append('backward')))
+        with backend.numerics():
+            return fetch(repeat(call, backend.device, backend.dtype, rounded, between=lambda: phase.append('backward')))
     except Exception as e:
         e.phase = phase[-1]
         return e

@@ -225,6 +225,16 @@ def _of_learner(learn, batch):
     first = hasattr(learn, 'rnn')   # `RNNCallback` takes the predictions out of a tuple
     return learn.model,batch[:n],batch[n:],lambda out, *ys: learn.loss_func(out[0] if first else out, *ys)
 
+# %% ../../nbs/api/12d_parity.locate.ipynb #12d00001
+def _search(calls, backends, rounded):
+    rows = []
+    for i,c in enumerate(calls):
+        try: truths = _truths(c, backends, rounded)
+        except Exception: continue   # not even the CPU can repeat it in float64
+        rows += [_turned(r | dict(call=c, i=i), backends, rounded)
+            for r in _blamed(c, truths, [_ran(c, b, rounded) for b in backends], backends, rounded)]
+    return sorted(rows, key=lambda r: (0,r['i']) if r['phase'] == 'forward' else (1,-r['i']))
+
 def locate_fault(
     model:nn.Module|Learner, # A learner, which is tried in training mode; or a model, in the mode that it is in
     batch=None, # Inputs and targets; for a learner, a batch of its training set by default; for a model and no loss, inputs only
@@ -246,12 +256,3 @@ def locate_fault(
             net,xs,ys = (model,batch[:-1],batch[-1:]) if loss else (model,batch,())
         calls = note_calls(net, xs, ys, loss or _drawn)
         return Fault(_search(calls, backends, rounded), len(calls), backends, rounded)
-
-def _search(calls, backends, rounded):
-    rows = []
-    for i,c in enumerate(calls):
-        try: truths = _truths(c, backends, rounded)
-        except Exception: continue   # not even the CPU can repeat it in float64
-        rows += [_turned(r | dict(call=c, i=i), backends, rounded)
-            for r in _blamed(c, truths, [_ran(c, b, rounded) for b in backends], backends, rounded)]
-    return sorted(rows, key=lambda r: (0,r['i']) if r['phase'] == 'forward' else (1,-r['i']))
