@@ -9,7 +9,6 @@ __all__ = ['flatten', 'Refused', 'key_name', 'Places', 'set_data', 'Kept', 'Memo
 
 # %% ../../nbs/api/05b_capture.state.ipynb #1e39253c
 import gc
-from itertools import chain, compress, tee
 from dataclasses import is_dataclass
 from types import SimpleNamespace
 
@@ -20,6 +19,7 @@ from fastcore.all import *
 
 from ..runtime import *
 from ..graphs import *
+from ..transfer import reading
 
 if L not in pytree.SUPPORTED_NODES: pytree.register_pytree_node(L, lambda l: (list(l), None), lambda items,_: L(list(items)))
 
@@ -208,18 +208,22 @@ def grad(p): return p.grad
 # %% ../../nbs/api/05b_capture.state.ipynb #d992e8b1
 def _with_subclasses(c): return {c}.union(*map(_with_subclasses, c.__subclasses__()))
 
-def _tensors():
-    """All tensors, each held: one that only C++ holds would die under our hands, as where garbage is collected
+def _is_tensor(o): return issubclass(type(o), torch.Tensor)
 
-    In one call of C: a thread that builds a tuple must be the only one to hold it, and may not run while there is a list of all objects.
-    What refers to the tensor classes would not do: tensors that C++ holds, too, tell the collector of nothing"""
-    kinds = set(map(id, _with_subclasses(torch.Tensor)))
-    objects,same = tee(chain.from_iterable(map(gc.get_objects, (None,))))
-    found = compress(objects, map(kinds.__contains__, map(id, map(type, same))))
+def _all_tensors():
+    """A thread that builds a tuple must be the only one to hold it, so a list of all objects is made while no batch is read ahead
+
+    What refers to the tensor classes is not all: tensors that C++ holds, too, tell the collector of nothing"""
+    if not reading.acquire(timeout=10): return [o for o in gc.get_referrers(*_with_subclasses(torch.Tensor)) if _is_tensor(o)]
+    try: return [o for o in gc.get_objects() if _is_tensor(o)]
+    finally: reading.release()
+
+def _tensors():
+    "All tensors, each held: one that only C++ holds would die under our hands, as where garbage is collected"
     on = gc.isenabled()
     gc.disable()
     try:
-        ts = list(found)
+        ts = _all_tensors()
         with torch._C.DisableTorchFunctionSubclass():
             for t in ts: t._fix_weakref()
     finally:
