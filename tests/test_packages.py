@@ -1,5 +1,5 @@
 "What packages on top of fastai do, in a few lines each: the same on XLA as on the CPU"
-import gc
+import gc, threading, time
 import pytest, torch
 from torch import nn
 from fastai.vision.all import *
@@ -8,7 +8,7 @@ from fastai_xla.aot.take import _state_of
 from fastai_xla.capture import state
 from fastai_xla.runtime import device
 from fastai_xla.graphs import manual_seed
-from fastai_xla.transfer import fetch
+from fastai_xla.transfer import fetch, reading
 from common import *
 
 class Series(TensorBase):
@@ -269,3 +269,20 @@ def test_gan_of_two_learners():
             losses += [float(l) for l in learn.recorder.losses]
         return [*losses, *G.parameters(), *D.parameters()]
     for a,b in both(make): assert torch.allclose(a, b, rtol=1e-4, atol=1e-5)
+
+def test_scan_waits_for_a_batch_that_is_read():
+    "A thread that builds a tuple must be the only one to hold it, and a list of all objects does"
+    started,built = threading.Event(),[]
+    def items():
+        for i in range(30):
+            started.set()
+            time.sleep(.01)
+            yield [i]
+    def read():
+        with reading: built.append(tuple(items()))
+    thread = threading.Thread(target=read)
+    thread.start()
+    started.wait()
+    state.live_tensors([])
+    assert len(built) == 1 and len(built[0]) == 30
+    thread.join()
