@@ -27,7 +27,7 @@ def _places(name):
     except (ImportError, AttributeError): return ()   # not installed, or broken
 
 _library,_below = _dirs('fastai', 'fastai_xla'),_dirs('torch', 'torch_xla', 'fastcore', 'fastprogress')
-_below += tuple(f'{d}{m}.py' for d in _dirs('fastai_xla') for m in ('runtime', 'transfer', 'graphs'))
+_below += tuple(f'{d}{m}.py' for d in _dirs('fastai_xla') for m in ('runtime', 'transfer', 'graphs', 'mixed'))
 
 @functools.cache
 def _whose(file):

@@ -105,6 +105,7 @@ def unchanged(
     ts,held = {id(t): t for t in (*learn.model.parameters(), *learn.model.buffers())},{}
     grads,modes = [(p, p.grad) for p in learn.model.parameters()],[(m, m.training) for m in learn.model.modules()]
     for o in _holders(learn): _walk(vars(o), held, ts)
+    learn.xla_opt.log = CostLog()   # the block's; that of the last fit comes back with the other attributes
     ts = list(ts.values())
     values = fetch([t.detach() for t in ts])   # on the host: a clone on the device may share its buffer with what the next step overwrites
     rngs = [(dl.rng, dl.rng.getstate()) for dl in learn.dls.loaders if hasattr(dl, 'rng')]

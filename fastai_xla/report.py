@@ -8,7 +8,8 @@ Docs: https://fastai-xla.github.io/fastai_xla/api/report.html.md"""
 __all__ = ['CostLog', 'XLAReport']
 
 # %% ../nbs/api/02_report.ipynb #7d1b1423
-from collections import Counter
+import time
+from collections import Counter, deque
 from html import escape
 
 import pandas as pd
@@ -30,13 +31,16 @@ class CostLog:
         self.batches,self.steady = ({p: 0 for p in _warm_up} for _ in range(2))
         self.costs = {k: XLACounts() for k in (*_warm_up, *(f'steady {p}' for p in _warm_up), 'between')}
         self.compiled,self.last,self.watch = [],xla_counts(),None
+        self.host,self.since = {p: deque(maxlen=128) for p in _warm_up},time.thread_time()
 
     def _book(self, phase, *names, where):
         now = xla_counts()
         cost,self.last = now-self.last,now
+        spent,self.since = time.thread_time()-self.since,time.thread_time()
         for n in names: self.costs[n] += cost
         if self.watch: self.watch.close(phase, where, cost)
         if cost.compiles: self.compiled.append(dict(where=where, compiles=cost.compiles, seconds=round(cost.compile_s, 2)))
+        return spent
 
     def between(self,
         where:str, # What has just happened, e.g. "before epoch 0"
@@ -53,13 +57,23 @@ class CostLog:
         self.batches[phase] += 1
         steady = self.batches[phase] > _warm_up[phase] and not recorded
         self.steady[phase] += steady
-        self._book(phase, phase, *[f'steady {phase}']*steady, where=f'{phase}, {where}')
+        spent = self._book(phase, phase, *[f'steady {phase}']*steady, where=f'{phase}, {where}')
+        if steady: self.host[phase].append(spent)
 
     def n_steady(self,
         phase:str, # 'training' or 'validation'
     ) -> int: # Batches after those that compile
         "How many batches of the fit were steady"
         return self.steady[phase]
+
+# %% ../nbs/api/02_report.ipynb #b82f3ea1
+@patch
+def host_ms(self:CostLog,
+    phase:str='training', # 'training' or 'validation'
+) -> float|None: # `None` before a steady batch
+    "CPU time of the training thread in a steady batch: tracing or replay, callbacks, the progress bar. Mean of the last 128"
+    spent = self.host[phase]
+    return sum(spent)/len(spent)*1e3 if spent else None
 
 # %% ../nbs/api/02_report.ipynb #df153d26
 class XLAReport:

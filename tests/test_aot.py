@@ -50,6 +50,13 @@ def test_learner_is_as_before_after_its_programs_are_taken():
     plain,looked = weights_after(small().to_xla(), False),weights_after(small().to_xla(), True)
     assert all((a == b).all() for a,b in zip(plain, looked, strict=True))
 
+def test_report_of_the_last_fit_stays():
+    learn = small().to_xla()
+    with learn.no_logging(): learn.fit(1)
+    was = repr(learn.xla_report())
+    take_programs(learn)
+    assert repr(learn.xla_report()) == was and learn.xla_report().log.batches['training'] > 0
+
 def test_no_step_is_run(monkeypatch):
     def fail(*args): raise AssertionError('a step was run')
     monkeypatch.setattr(fastai_xla.capture.recording, 'run_graph', fail)
@@ -119,6 +126,24 @@ def test_report_of_a_convnet():
     assert stats['donated'] > 0 and sum(r.step.parts.values()) == r.step.memory
     assert {'0.0.0', '1.0.0'} <= set(r.step.program.by('module').index) and r.step.program.cycles > 1000
     assert '<table' in r._repr_html_()
+
+@needs_compiler
+def test_host_time_stands_beside_the_bound():
+    learn = small().to_xla()
+    r = learn.tpu_report(valid=False, verbose=False)
+    assert r.host_ms is None and r.host_bound is None and 'was not measured' in r.host_text
+    with learn.no_logging(): learn.fit(2)
+    r = learn.tpu_report(valid=False, verbose=False)
+    assert r.host_ms == learn.xla_opt.log.host_ms() > r.bound_ms   # of so small a net
+    assert r.host_bound == int(16*r.host_ms/r.bound_ms) and f'below a batch of {r.host_bound:,}' in str(r)
+    r.host_ms = r.bound_ms/2
+    assert 'less than the device needs' in r.host_text
+
+@needs_compiler
+def test_types_of_the_bytes_moved():
+    float32,bfloat16 = (learn.to_xla().tpu_report(valid=False, verbose=False) for learn in (wide_learner(), wide_learner().to_bf16()))
+    assert float32.step.program.types['bf16'] == 0 < bfloat16.step.program.types['bf16']
+    assert sum(float32.step.program.types.values()) == float32.step.program.bytes and 'of the bytes moved are float32' in str(float32)
 
 @needs_compiler
 def test_same_program_is_not_compiled_again(monkeypatch):

@@ -116,10 +116,13 @@ def scheduled(
         if i.opcode == 'while': yield from scheduled(comps, i.calls.get('body', ''), times*i.trips)
         elif i.opcode == 'call': yield from scheduled(comps, i.calls.get('to_apply', ''), times)
 
-def _moved(i, where):
-    if i.opcode in _free: return 0
+def _held(i, where):
+    "Buffers in the main memory that an instruction reads and writes"
+    if i.opcode in _free: return []
     outs = i.outs[:1] if i.opcode.endswith('-start') else i.outs   # a tuple of result, source and context
-    return sum(b.padded for b in outs + [b for n in i.ins for b in where.get(n, ())] if b.space == 0)
+    return [b for b in outs + [b for n in i.ins for b in where.get(n, ())] if b.space == 0]
+
+def _moved(i, where): return sum(b.padded for b in _held(i, where))
 
 # %% ../../nbs/api/09d_aot.program.ipynb #25475726
 class Program:
@@ -138,6 +141,13 @@ class Program:
     def cycles(self) -> int: return sum(i.cycles*n for i,n in self.run)
     @property
     def bytes(self) -> int: return sum(_moved(i, self.where)*n for i,n in self.run)
+    @property
+    def types(self) -> Counter: # Type -> bytes
+        "What is moved, by the type of the numbers, the most first"
+        res = Counter()
+        for i,n in self.run:
+            for b in _held(i, self.where): res[b.dtype] += b.padded*n
+        return res
     @property
     def unknown(self) -> Counter: # Opcode -> how often
         "What the compiler has no estimate for, without scalars and the like"

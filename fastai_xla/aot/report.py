@@ -8,7 +8,7 @@ Docs: https://fastai-xla.github.io/fastai_xla/api/aot.report.html.md"""
 __all__ = ['CompiledProgram', 'TPUReport', 'LargestBatch', 'largest_batch']
 
 # %% ../../nbs/api/09f_aot.report.ipynb #dfb5961a
-import re
+import math, re
 from html import escape
 
 import pandas as pd
@@ -85,7 +85,8 @@ class TPUReport:
     "What a TPU's compiler says of a learner; a table in a notebook, text in a terminal"
     def __init__(self,
         programs:list, # `CompiledProgram`s, the training step's first
-    ): self.programs,self.step,self.to = programs,programs[0],programs[0].to
+        host_ms:float|None=None, # What Python takes for a step; `None` where that was not measured
+    ): self.programs,self.step,self.to,self.host_ms = programs,programs[0],programs[0].to,host_ms
     @property
     def fits(self) -> bool: return all(p.fits for p in self.programs)
     @property
@@ -99,6 +100,11 @@ class TPUReport:
     @property
     def bound_by(self) -> str: # 'operations' or 'memory'
         return max(self.step.bounds, key=self.step.bounds.get)
+    @property
+    def host_bound(self) -> int|None: # Items; `None` where the host time is not known
+        "Below this batch size, at most, the device waits for the host"
+        ms = self.bound_ms/self.step.traced.steps
+        return int(self.step.traced.size*self.host_ms/ms) if self.host_ms and ms else None
     @property
     def text(self) -> str: return self.step.text
     @property
@@ -118,6 +124,16 @@ def verdict(self:TPUReport) -> str: # A sentence
             f"{self.bound_ms/self.step.traced.steps:.3g} ms at best.")
 
 @patch(as_prop=True)
+def host_text(self:TPUReport) -> str: # A sentence or two
+    "What Python takes for a step, and from which batch size on that does not matter"
+    if not self.host_ms: return "Python's part of a step was not measured: train for an epoch on the XLA device first, and ask again."
+    text = f"Python's part of a step took {self.host_ms:.3g} ms on this machine, in the last fit"
+    ms = self.bound_ms/self.step.traced.steps
+    if self.host_ms <= ms: return f"{text}: less than the device needs at best."
+    return (f"{text}, and the device needs {ms:.3g} ms at best: bound by the host below a batch of {self.host_bound:,}, at most. "
+            f"Take a larger batch, or `to_xla(steps_per_execution={min(32, 2**int(1+math.log2(self.host_ms/ms)))})`.")
+
+@patch(as_prop=True)
 def table(self:TPUReport) -> pd.DataFrame: # A column for each program
     "Memory, operations and bounds"
     def column(p):
@@ -134,12 +150,17 @@ def _notes(self:TPUReport):
     c,p = self.to.chip,self.step.program
     peaks = f"{c.tflops:g} Tflop/s in bfloat16 (float32 products run as such by default), {c.gbs:g} GB/s, {c.gib:g} GiB"
     yield f"Peaks of a {c.name}, by {c.source}: {peaks}. The bounds are no forecast: a step takes longer."
+    if self.fits: yield self.host_text
     if text := precision_text(): yield f"{text} The operations above count each product once."
     for o in self.programs:
         if o.traced.why: yield f"The {o.traced.kind} is not recorded, and each batch is traced: {o.traced.why}."
     if not p: return
     if left := ', '.join(f'{k} (x{v})' if v > 1 else k for k,v in p.unknown.most_common(5)):
         yield f"Cycles are the compiler's estimate, which leaves out {left}."
+    moved = p.types
+    if moved['f32'] > moved['bf16']:
+        yield (f"{100*moved['f32']/moved.total():.0f}% of the bytes moved are float32, {100*moved['bf16']/moved.total():.0f}% bfloat16. "
+               "Activations and gradients of layers take half of that under `learn.to_bf16()`; weights stay float32.")
     if wide := p.wide(): yield "In float64, which a TPU has to put together: " + ', '.join(f'{k} (x{v})' for k,v in wide.items()) + '.'
 
 # %% ../../nbs/api/09f_aot.report.ipynb #d7c3cb02
@@ -182,10 +203,10 @@ def tpu_report(self:Learner,
 ) -> TPUReport: # True where all programs compile and fit
     "Compile this learner's programs for a TPU, on this machine. No step is run, and nothing of the learner is changed"
     check_compiler()
-    to = target(topology, devices)
+    to,host_ms = target(topology, devices),self.xla_opt.log.host_ms() if hasattr(self, 'xla_opt') else None
     programs = take_programs(self, size, valid)
     for p in programs: _check_split(p, to)
-    return TPUReport([_compiled(p, to, limit, verbose) for p in programs])
+    return TPUReport([_compiled(p, to, limit, verbose) for p in programs], host_ms)
 
 # %% ../../nbs/api/09f_aot.report.ipynb #fb4544dc
 class LargestBatch(int):
