@@ -92,7 +92,9 @@ def _put_back(o, was):
 def _holders(learn):
     opts = [o for o in (learn.opt, getattr(learn.opt, 'opt', None)) if o is not None]
     means = [getattr(getattr(learn, 'recorder', None), n, None) for n in ('loss', 'smooth_loss')]
-    return [learn, *opts, *learn.cbs, learn.xla_opt, *learn.metrics, *learn.dls.loaders, *(o for o in means if o is not None)]
+    texts = [dl.items for dl in learn.dls.loaders if isinstance(getattr(dl, 'items', None), ReindexCollection)]   # a shuffle reorders these
+    own = [learn, *opts, *learn.cbs, learn.xla_opt, *learn.metrics, *learn.dls.loaders, *texts, *learn.model.modules()]
+    return own + [o for o in means if o is not None]
 
 # %% ../nbs/api/08a_explain.ipynb #1e1941b1
 @contextmanager

@@ -12,6 +12,7 @@ from fastai.vision.all import *
 from fastai_xla.all import *
 from fastai_xla.aot.compile import cannot_compile
 from fastai_xla.aot.take import take_programs
+from fastai_xla.cases import language_model
 from fastai_xla.runtime import programs_to
 from fastai_xla.graphs import rng_state, stablehlo_text
 from fastai_xla.transfer import fetch
@@ -49,6 +50,19 @@ def weights_after(learn, look):
 def test_learner_is_as_before_after_its_programs_are_taken():
     plain,looked = weights_after(small().to_xla(), False),weights_after(small().to_xla(), True)
     assert all((a == b).all() for a,b in zip(plain, looked, strict=True))
+
+def test_step_that_is_recorded_later_is_the_one_that_is_taken():
+    "A language model makes its state in the first step, which is therefore retraced"
+    learn = quiet(language_model()).to_xla()
+    def state():
+        hidden = [h for hs in learn.model[0].hidden for h in hs]
+        values = fetch([*learn.model.state_dict().values(), *hidden, *(t for s in learn.opt.state.values() for t in s.values())])
+        return [t.tolist() for t in values if isinstance(t, Tensor)],list(learn.dls.train.items.idxs),rng_state(),learn.model[0].bs
+    with learn.no_logging(): learn.fit(1)
+    was = state()
+    programs = take_programs(learn, size=5)
+    assert [p.why for p in programs] == ['', ''] and programs[0].donated
+    assert state() == was
 
 def test_report_of_the_last_fit_stays():
     learn = small().to_xla()

@@ -22,6 +22,8 @@ from fastai.torch_core import apply
 from ..runtime import *
 from ..graphs import *
 from ..transfer import _xla_tensors
+from ..runtime import _XLAC
+from ..capture.state import _tensors
 from ..causes import Site, site_of
 from ..op_watch import OpWatch
 from ..data import feed
@@ -102,6 +104,15 @@ class LearnerProgram:
         return sum(o.nbytes for o in self.inputs if o.role == role)
     def __repr__(self): return f'{self.kind}, batch of {self.size}, {len(self.inputs)} inputs'
 
+# %% ../../nbs/api/09e_aot.take.ipynb #78a7626f
+def _unrun(seed):
+    "Forget what is pending. Tensors of it are zeros from now on: of what has not been run, the next trace sees shapes alone"
+    ts = [t for t in _tensors() if is_xla(t) and torch._is_functional_tensor(t)]
+    for t,waits in zip(ts, pending(ts)):
+        if waits: _XLAC._replace_xla_tensor(t, _XLAC._xla_tensors_from_aten([torch.zeros(t.shape, dtype=t.dtype)], [str(t.device)])[0])
+    drop_pending()
+    manual_seed(seed)
+
 # %% ../../nbs/api/09e_aot.take.ipynb #78a76271
 class _Taken(BaseException): "A program has been taken: no error, and nothing that a fit would catch"
 
@@ -113,9 +124,10 @@ class _Take(Callback):
     def after_batch(self): self.traced = True   # the next sync is that of a step that is not recorded
 
     def take(self, roots, donated):
-        if not roots and not self.traced or self.program: return
+        recorded = bool(roots)
+        if not recorded and (not self.traced or self.program): return
         learn = self.learn
-        kind,recorded = f"{'training' if learn.training else 'validation'} step",bool(roots)
+        kind = f"{'training' if learn.training else 'validation'} step"
         if not recorded:
             state = [*_weights_of(learn).values(), *_state_of(learn).values()]
             ts = state + _xla_tensors([learn.pred, learn.loss, *(vars(m) for m in learn.metrics)], [])
@@ -124,17 +136,20 @@ class _Take(Callback):
             donated = [t for t in graph_inputs(roots)[1] if buffers([t])[0] in ours]
         r = learn.xla_opt.replay
         why = '' if recorded else r.reason if r else 'replay is off'
-        self.program = LearnerProgram(kind, roots, donated, self.roles, self.size, len(self.raws), why)
-        raise _Taken
+        self.program = LearnerProgram(kind, roots, donated, self.roles, self.size, self.steps, why)
+        if recorded or not r: raise _Taken
+        _unrun(self.seed)
 
     def batches(self):
         "In the place of `Learner.all_batches`"
         learn,r = self.learn,self.learn.xla_opt.replay
         learn.n_iter = len(learn.dl)
-        self.raws = _first(learn.dl, self.size, r.n_steps if r else 1)
-        self.size = _size(self.raws[0].raw)
-        self.roles = _roles(learn, [o.raw for o in self.raws])
-        if len(self.raws) == 1 or not r.several(0, self.raws): learn.one_batch(0, self.raws[0] if r else self.raws[0].batch())
+        self.steps,self.seed = r.n_steps if r else 1,rng_state()
+        raws = _first(learn.dl, self.size, 2*self.steps)
+        self.size = _size(raws[0].raw)
+        for some in (raws[:self.steps], raws[self.steps:]):
+            self.roles,self.traced = _roles(learn, [o.raw for o in some]),False
+            if self.steps == 1 or not r.several(0, some): learn.one_batch(0, some[0] if r else some[0].batch())
 
 # %% ../../nbs/api/09e_aot.take.ipynb #b47ca614
 def _size(raw): return next((len(t) for t in _xla_tensors(raw, []) if t.dim()), 0)
