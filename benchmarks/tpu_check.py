@@ -16,6 +16,7 @@ from fastai.vision.all import ProgressCallback, set_seed
 from fastai_xla.all import *
 from fastai_xla.aot.compile import check_compiler
 from fastai_xla.coverage import groups as cases
+from tpu_cases import groups as more
 
 file = Path(__file__).parent/'tpu.csv'
 fields = 'topology group case compiles memory flops cycles valid_cycles float64 recorded remark'.split()
@@ -40,7 +41,7 @@ def done(topology):
 
 @call_parse
 def main(
-    groups:str='', # Groups of cases, with commas between; all but inference by default
+    groups:str='', # Groups of cases, with commas between; all but inference by default, which trains nothing
     topology:str='v5e', # TPU
     again:store_true=False, # Also cases that have a row?
 ):
@@ -51,8 +52,8 @@ def main(
     with file.open('a', newline='') as f:
         out = csv.DictWriter(f, fields)
         if new: out.writeheader()
-        for g in groups.split(',') if groups else [g for g in cases if g != 'inference']:
-            for case in cases[g]:
+        for g in groups.split(',') if groups else [g for g in cases | more if g != 'inference']:
+            for case in (cases | more)[g]:
                 if (g, case.name) in known: continue
                 try: res = row(case, topology)
                 except Exception as e: res = dict(compiles=False, remark=f'{type(e).__name__}: {str(e).splitlines()[0][:150]}')
