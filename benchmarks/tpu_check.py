@@ -19,7 +19,7 @@ from fastai_xla.coverage import groups as cases
 from tpu_cases import groups as more
 
 file = Path(__file__).parent/'tpu.csv'
-fields = 'topology group case compiles memory flops cycles valid_cycles float64 recorded remark'.split()
+fields = 'topology group case size compiles memory flops bound_ms bound_by cycles valid_cycles float64 recorded remark'.split()
 
 def row(case, topology):
     "What the compiler says of a case"
@@ -29,11 +29,11 @@ def row(case, topology):
         learn = case.make()
         learn.remove_cbs([cb for cb in learn.cbs if type(cb) is ProgressCallback])
         r = learn.to_xla().tpu_report(topology, verbose=False)
-    res = dict(compiles=r.fits, memory=r.memory, recorded=not r.step.traced.why, remark=(r.error or r.step.traced.why)[:160])
+    res = dict(size=r.step.traced.size, compiles=r.fits, memory=r.memory, recorded=not r.step.traced.why, remark=(r.error or r.step.traced.why)[:160])
     if not r.step.program: return res
     valid = r.programs[1].program if len(r.programs) > 1 else None
     wide = sum(sum(p.program.wide().values()) for p in r.programs if p.program)
-    return res | dict(flops=r.flops, cycles=r.step.program.cycles, valid_cycles=valid and valid.cycles, float64=wide)
+    return res | dict(flops=r.flops, bound_ms=round(r.bound_ms, 6), bound_by=r.bound_by, cycles=r.step.program.cycles, valid_cycles=valid and valid.cycles, float64=wide)
 
 def done(topology):
     if not file.exists(): return set()

@@ -4,12 +4,13 @@
 
 What needs the compiler is skipped where it is not installed (`pip install 'fastai_xla[aot]'`)."""
 import subprocess, sys
-import numpy as np, pytest, torch
+import numpy as np, pytest, torch, torch_xla
 import torch.nn.functional as F
 import fastai_xla.aot.compile as compiling
 import fastai_xla.capture.recording
 from fastai.vision.all import *
 from fastai_xla.all import *
+from fastai_xla.aot.chips import target
 from fastai_xla.aot.compile import cannot_compile
 from fastai_xla.aot.take import take_programs
 from fastai_xla.cases import language_model
@@ -115,6 +116,12 @@ def test_operators_know_module_and_line():
     sites = take_programs(small().to_xla(), valid=False)[0].sites
     assert {'0.0.0', '1.0.0', '1.3'} <= {m for part,m,_ in sites if part == 'forward'} & {m for part,m,_ in sites if part == 'backward'}
     assert any('optimizer.py' in line for part,_,line in sites if part == 'update')
+
+def test_machine_with_a_tpu_is_asked_about_its_own(monkeypatch):
+    monkeypatch.setattr(torch_xla.runtime, 'device_type', lambda: 'TPU')
+    for kind,name in (('v5litepod', 'v5e'), ('v6e', 'v6e'), ('v4', 'v4')):
+        monkeypatch.setattr(torch_xla._internal.tpu, 'get_tpu_type', lambda kind=kind: kind)
+        assert target().name == name and target('v5p').name == 'v5p'
 
 def test_nothing_else_imports_jax():
     code = "import sys, fastai_xla.all, fastai_xla.aot.cli, fastai_xla.aot.worker; sys.exit('jax' in sys.modules)"

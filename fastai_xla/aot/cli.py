@@ -21,7 +21,7 @@ from ..parity.backends import _make_learner
 @call_parse
 def tpu_cli(
     source:str, # Script (.py) or module with a function `make_learner`
-    topology:str='v5e', # TPU: 'v2' to 'v6e', or a slice such as 'v5e-8' or 'v5e:2x4'
+    topology:str=None, # TPU: 'v2' to 'v6e', or a slice such as 'v5e-8' or 'v5e:2x4'; this machine's, or v5e, by default
     size:int=None, # Items in a batch; the dataloaders' by default
     largest:store_true=False, # Look for the largest batch that fits, too?
     limit:float=3600, # Seconds after which the compiler is stopped, for each program

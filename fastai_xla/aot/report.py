@@ -194,7 +194,7 @@ def _check_split(p, to):
 
 @patch
 def tpu_report(self:Learner,
-    topology:str='v5e', # TPU: 'v2' to 'v6e', or a slice such as 'v5e-8' or 'v5e:2x4'
+    topology:str|None=None, # TPU: 'v2' to 'v6e', or a slice such as 'v5e-8' or 'v5e:2x4'; this machine's, or 'v5e' where it has none
     devices:int=1, # Devices that share the batch, with weights on each
     size:int|None=None, # Items in a batch, over all devices; the dataloaders' by default
     valid:bool=True, # Also the validation step?
@@ -245,7 +245,7 @@ def _search(check, first, step, most):
 # %% ../../nbs/api/09f_aot.report.ipynb #003388de
 def largest_batch(
     learn:Learner, # Learner on an XLA device
-    topology:str='v5e', # As for `tpu_report`
+    topology:str|None=None, # As for `tpu_report`
     devices:int=1, # As for `tpu_report`; the batch is that of all of them
     most:int=2**16, # Larger ones are not tried
     limit:float=3600, # Seconds for each compilation
