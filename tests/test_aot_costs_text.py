@@ -59,3 +59,9 @@ def test_batch_that_is_split_stays_split(monkeypatch):
     assert sent() == {'all-reduce'}
     monkeypatch.setattr(fastai_xla.aot.report, 'take_programs', lambda learn, size, valid, devices: take_programs(learn, size, valid))
     assert sent() > {'all-reduce'}
+
+def test_turns_of_a_loop_are_counted():
+    "Cycles are those of all steps; bytes are not, as a turn writes a slice of what the loop carries"
+    p = report().step.program
+    assert {n for _,n in p.run} == {1, steps} and p.cycles > sum(i.cycles for i,_ in p.run)
+    assert p.bytes < 2*sum(b.padded for i,_ in p.run for b in i.outs if i.opcode not in ('tuple', 'get-tuple-element'))
