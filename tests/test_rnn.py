@@ -1,12 +1,14 @@
 "Recurrent layers as loops on the device against PyTorch on the CPU in float64: outputs, last states and all gradients"
-import os, subprocess, sys
+import os, re, subprocess, sys
 from copy import deepcopy
 import pytest, torch
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 from fastai_xla.runtime import *
+from fastai_xla.runtime import torch_xla
 from fastai_xla.transfer import *
 from fastai_xla.lowerings.core import register_lowerings, without_lowerings
+from fastai_xla.lowerings.loop import *
 import fastai_xla.lowerings.rnn
 
 kinds = dict(lstm=nn.LSTM, gru=nn.GRU, tanh=nn.RNN, relu=lambda *args, **kwargs: nn.RNN(*args, nonlinearity='relu', **kwargs),
@@ -168,6 +170,7 @@ from torch import nn
 import torch_xla.runtime as xr, torch_xla.distributed.spmd as xs
 xr.use_spmd()
 from fastai_xla.runtime import *
+from fastai_xla.runtime import torch_xla
 from fastai_xla.lowerings.core import register_lowerings
 import fastai_xla.lowerings.rnn
 device()
@@ -192,3 +195,28 @@ def test_split_batch():
     res = subprocess.run([sys.executable, '-c', _split],
                          env=os.environ | dict(CPU_NUM_DEVICES='4', PJRT_DEVICE='CPU'), capture_output=True, text=True)
     assert not res.returncode, res.stderr[-2000:]
+
+@pytest.mark.parametrize('kind', kinds)
+@pytest.mark.parametrize('rows', [8, 16, 5])
+def test_as_a_tpu_runs_it(kind, rows):
+    "Steps first, and rows one after the other where they fill tiles: the same numbers"
+    with for_tpu():
+        for kwargs in (dict(), dict(bidirectional=True, num_layers=2), dict(batch_first=True, bias=False)):
+            m = kinds[kind](n_in, n_hid, **kwargs)
+            check(m, data(*((rows, steps, n_in) if m.batch_first else (steps, rows, n_in))))
+        check(kinds[kind](n_in, n_hid, bidirectional=True), data(steps, rows, n_in), torch.arange(rows)%steps + 1)
+
+def loop_text(rows=8):
+    from fastai_xla.graphs import hlo_text
+    return hlo_text(flat(nn.LSTM(n_in, n_hid).to(device())(data(steps, rows, n_in).to(device()))))
+
+def test_who_has_steps_first(monkeypatch):
+    "One TPU; not a CPU, not a batch that is split over devices"
+    def is_flat(*args): return bool(re.search(rf'while\.?\d* = .*f32\[{steps*8},{n_hid}\]', loop_text(*args)))
+    assert not is_flat() and not steps_first()
+    with for_tpu(): assert is_flat() and not is_flat(5)
+    with for_tpu(8): assert not is_flat()
+    monkeypatch.setattr(torch_xla.runtime, 'device_type', lambda: 'TPU')
+    assert steps_first() and is_flat()
+    monkeypatch.setattr(torch_xla.runtime, 'is_spmd', lambda: True)
+    assert not steps_first() and not is_flat()

@@ -87,18 +87,28 @@ def _instr(line):
     return Instr(m[1], rest[:i], buffers_in(kind), ins, max(0, cycles), at, aten,
         dict(_call_re.findall(attrs)), trips)
 
+def _turns(lines):
+    "How often a loop runs whose condition is `i < n`; 1 where it is another"
+    ns = [m[1] for l in lines if (m := re.search(r' = s32\[\]\S* constant\((\d+)\)', l))]
+    counts = any('ROOT' in l and ' compare(' in l and 'direction=LT' in l for l in lines)
+    return int(ns[0]) if counts and len(ns) == 1 else 1
+
 def computations(
     text:str, # A program
 ) -> tuple: # Name -> list of `Instr`, and the name of the first
     "The computations of a program"
-    res,entry,instrs = {},'',[]
+    res,lines,entry,instrs = {},{},'',[]
     for line in text.splitlines():
         if line.endswith('{') and '->' in line:
             name = line.replace('ENTRY', '').split()[0].lstrip('%')
             res[name] = instrs = []
+            lines[name] = []
             if line.startswith('ENTRY'): entry = name
-        elif ins := _instr(line): instrs.append(ins)
-    return res,entry
+        elif ins := _instr(line):
+            instrs.append(ins)
+            lines[name].append(line)
+    def turns(i): return i._replace(trips=_turns(lines.get(i.calls.get('condition'), ()))) if i.opcode == 'while' and i.trips == 1 else i
+    return {n: [turns(i) for i in instrs] for n,instrs in res.items()},entry
 
 # %% ../../nbs/api/09d_aot.program.ipynb #d185ffaa
 _free = set('parameter constant tuple get-tuple-element bitcast copy-done slice-done async-done all-reduce-done '
@@ -140,13 +150,13 @@ class Program:
     @property
     def cycles(self) -> int: return sum(i.cycles*n for i,n in self.run)
     @property
-    def bytes(self) -> int: return sum(_moved(i, self.where)*n for i,n in self.run)
+    def bytes(self) -> int: return sum(_moved(i, self.where) for i,_ in self.run)
     @property
     def types(self) -> Counter: # Type -> bytes
         "What is moved, by the type of the numbers, the most first"
         res = Counter()
-        for i,n in self.run:
-            for b in _held(i, self.where): res[b.dtype] += b.padded*n
+        for i,_ in self.run:
+            for b in _held(i, self.where): res[b.dtype] += b.padded
         return res
     @property
     def unknown(self) -> Counter: # Opcode -> how often
@@ -167,7 +177,7 @@ def by(self:Program,
     "Estimated cycles and bytes moved, summed by where they come from"
     at = dict(part=0, module=1, line=2)
     def name(i): return i.op if what == 'op' else self.site(i.at)[at[what]]
-    rows = [{what: name(i), 'cycles': i.cycles*n, 'MB': _moved(i, self.where)*n/1e6} for i,n in self.run]
+    rows = [{what: name(i), 'cycles': i.cycles*n, 'MB': _moved(i, self.where)/1e6} for i,n in self.run]
     df = pd.DataFrame(rows, columns=[what, 'cycles', 'MB']).groupby(what).sum().sort_values(['cycles', 'MB'], ascending=False)
     df['%'] = (100*df.cycles/max(df.cycles.sum(), 1)).round(1)
     return df[(df.cycles > 0) | (df.MB > 0)]

@@ -204,7 +204,7 @@ def tpu_report(self:Learner,
     "Compile this learner's programs for a TPU, on this machine. No step is run, and nothing of the learner is changed"
     check_compiler()
     to,host_ms = target(topology, devices),self.xla_opt.log.host_ms() if hasattr(self, 'xla_opt') else None
-    programs = take_programs(self, size, valid)
+    programs = take_programs(self, size, valid, to.devices)
     for p in programs: _check_split(p, to)
     return TPUReport([_compiled(p, to, limit, verbose) for p in programs], host_ms)
 
@@ -255,7 +255,7 @@ def largest_batch(
     check_compiler()
     to = target(topology, devices)
     def check(n):
-        p = _compiled(take_programs(learn, n, False)[0], to, limit, verbose)
+        p = _compiled(take_programs(learn, n, False, to.devices)[0], to, limit, verbose)
         if p.message and not p.memory: raise RuntimeError(f"The training step at batch {n} {p.error}")
         return p.fits,p.memory,p.hbm
     return _search(check, learn.dls.train.bs or to.devices, to.devices, most)

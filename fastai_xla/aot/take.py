@@ -24,6 +24,7 @@ from ..graphs import *
 from ..transfer import _xla_tensors
 from ..runtime import _XLAC
 from ..capture.state import _tensors
+from ..lowerings.loop import for_tpu
 from ..causes import Site, site_of
 from ..op_watch import OpWatch
 from ..data import feed
@@ -170,11 +171,11 @@ def _first(dl, size, n):
     sync(wait=True)   # memory has another address while it is being computed
     return raws
 
-def _taken(learn, take, f):
+def _taken(learn, take, f, devices):
     learn.__dict__['all_batches'] = take.batches
     sites = _Sites()
     try:
-        with programs_to(take.take), graph_debug(), sites, sites.modules(learn.model): f(cbs=take)
+        with programs_to(take.take), graph_debug(), for_tpu(devices), sites, sites.modules(learn.model): f(cbs=take)
     except _Taken: pass
     drop_pending()
     if take.program: take.program.sites = list(sites.numbers)
@@ -185,6 +186,7 @@ def take_programs(
     learn:Learner, # Learner on an XLA device
     size:int|None=None, # Items in a batch; as the dataloader has by default
     valid:bool=True, # Also of validation?
+    devices:int=1, # TPUs that share a batch
 ) -> list: # `LearnerProgram`s: the training step's and that of validation
     "The programs of a learner, traced and not run. Nothing of the learner is changed"
     if not hasattr(learn, 'xla_opt'):
@@ -194,7 +196,7 @@ def take_programs(
         learn.remove_cbs([cb for cb in learn.cbs if isinstance(cb, CSVLogger)])   # it begins its file again in every fit
         r = learn.xla_opt.replay
         learn.xla_opt.replay = r and type(r)(learn, r.n_steps)
-        found = [_taken(learn, _Take(size), partial(learn.fit, 1))]
-        if valid: found.append(_taken(learn, _Take(size), learn.validate))
+        found = [_taken(learn, _Take(size), partial(learn.fit, 1), devices)]
+        if valid: found.append(_taken(learn, _Take(size), learn.validate, devices))
     if not found[0]: raise RuntimeError("The first batch of this learner runs no program: a callback cancels it, or it is not on XLA.")
     return [p for p in found if p]

@@ -9,19 +9,50 @@ __all__ = ['n_lengths', 'text_lengths', 'pad_chunk', 'load_model_text', 'load_ig
 
 # %% ../../nbs/api/04h_compat.text.ipynb #acf049f1
 import threading
+from contextlib import contextmanager
 
 import torch
+from torch import nn
 import torch.nn.functional as F
 from fastcore.all import *
 import fastai.text.data, fastai.text.learner
 from fastai.text.data import SortedDL
 from fastai.text.learner import LMLearner, TextLearner, decode_spec_tokens
-from fastai.text.models.awdlstm import AWD_LSTM
+from fastai.text.models.awdlstm import AWD_LSTM, EmbeddingDropout, dropout_mask
 from fastai.text.models.core import SentenceEncoder
 from fastai.torch_core import get_model, one_param
 
 from ..runtime import *
 from ..transfer import *
+
+# %% ../../nbs/api/04h_compat.text.ipynb #e29819f5
+_rows = threading.local()   # of the chunk that is read in this thread
+
+@contextmanager
+def _looked_up(words, rows):
+    "Within the block, an `EmbeddingDropout` that is given `words` takes `rows`, an embedding's weight and what it has for them"
+    was,_rows.of = getattr(_rows, 'of', None),(words, *rows)
+    try: yield
+    finally: _rows.of = was
+
+@patch
+def forward(self:EmbeddingDropout, words, scale=None):
+    chunk,w,rows = getattr(_rows, 'of', None) or (None,)*3
+    if rows is None or words is not chunk or self.emb.weight is not w or scale: return self._orig_forward(words, scale)
+    if not self.training or self.embed_p == 0: return rows
+    return rows * F.embedding(words, dropout_mask(w.data, (len(w), 1), self.embed_p))
+
+def _plain_embedding(module):
+    "The embedding of an `AWD_LSTM` if it has the same row for a token wherever that stands, and a dense gradient"
+    emb = getattr(getattr(module, 'encoder_dp', None), 'emb', None)
+    return emb if type(emb) is nn.Embedding and emb.max_norm is None and not (emb.sparse or emb.scale_grad_by_freq) else None
+
+def _chunks(module, input, first, bptt):
+    "Each chunk of `input`, with the embedding's weight and the chunk's rows of it; those from `first` on are looked up together"
+    chunks,emb = input.split(bptt, 1),_plain_embedding(module)
+    if emb is None: return [(o, (None, None)) for o in chunks]
+    def rows(words): return F.embedding(words, emb.weight, ifnone(emb.padding_idx, -1)).split(bptt, 1) if words.shape[1] else ()
+    return [(o, (emb.weight, r)) for o,r in zip(chunks, [*rows(input[:,:first]), *rows(input[:,first:])])]
 
 # %% ../../nbs/api/04h_compat.text.ipynb #4afa09fb
 def _forget(module, idle):
@@ -37,6 +68,10 @@ def _aligned(input, pad_idx, bptt):
     i = torch.arange(sl, device=input.device) - start
     return input.gather(1, (i+before).clamp(0, sl-1)).masked_fill((i < 0) | (i+before >= sl-after), pad_idx)
 
+def _first(sl, bptt, max_len):
+    "Where the first chunk starts that is kept"
+    return next((i for i in range(0, sl, bptt) if max_len is None or sl-i <= max_len), sl)
+
 @patch
 def forward(self:SentenceEncoder, input):
     if not is_xla(input): return self._orig_forward(input)
@@ -44,13 +79,13 @@ def forward(self:SentenceEncoder, input):
     bs,sl = input.size()
     if hasattr(self.module, 'bs'): self.module.bs = bs   # so that the first state does not depend on the batch before
     self.reset()
-    mask,outs,first = input == self.pad_idx,[],None
-    for i in range(0, sl, self.bptt):
-        o,idle = self.module(input[:,i:i+self.bptt]),mask[:,i]
+    mask,outs,first = input == self.pad_idx,[],_first(sl, self.bptt, self.max_len)
+    for k,(words,rows) in enumerate(_chunks(self.module, input, first, self.bptt)):
+        with _looked_up(words, rows): o = self.module(words)
+        i = k*self.bptt
+        idle = mask[:,i]
         _forget(self.module, idle)
-        if self.max_len is not None and sl-i > self.max_len: continue
-        if first is None: first = i
-        outs.append(o.masked_fill(idle[:,None,None], 0))
+        if i >= first: outs.append(o.masked_fill(idle[:,None,None], 0))
     return torch.cat(outs, dim=1),mask[:,first:]
 
 # %% ../../nbs/api/04h_compat.text.ipynb #060d9a78

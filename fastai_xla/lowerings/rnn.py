@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 from fastcore.all import *
 
 from .core import *
+from .loop import *
 from .loop import _mm, _run, _xb
 
 # %% ../../nbs/api/01g_lowerings.rnn.ipynb #02287128
@@ -89,7 +90,8 @@ def _prev(ys, first, reverse):
 
 def _sum_outer(a, b):
     "Sum over steps and rows of the outer products of `a` and `b`: one matrix product"
-    return a.transpose(0, 1).flatten(0, 1).t() @ b.transpose(0, 1).flatten(0, 1)
+    if not steps_first(): a,b = a.transpose(0, 1),b.transpose(0, 1)
+    return a.flatten(0, 1).t() @ b.flatten(0, 1)
 
 class _LSTM(torch.autograd.Function):
     @staticmethod
@@ -145,8 +147,8 @@ class _RNN(torch.autograd.Function):
 def _biases(ws): return ws[2:4] if len(ws) > 3 else (None,None)
 
 def _project(x, w, b):
-    "`x@w.T + b` for all steps, rows first: batches that are split over devices stay split"
-    return F.linear(x.transpose(0, 1), w, b).transpose(0, 1)
+    "`x@w.T + b` for all steps"
+    return F.linear(x, w, b) if steps_first() else F.linear(x.transpose(0, 1), w, b).transpose(0, 1)
 
 def _lstm_layer(x, state, ws, mask, reverse):
     bi,bh = _biases(ws)
