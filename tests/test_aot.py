@@ -12,10 +12,12 @@ from fastai.vision.all import *
 from fastai_xla.all import *
 from fastai_xla.aot.chips import target
 from fastai_xla.aot.compile import cannot_compile
+from fastai_xla.aot.chips import target
+from fastai_xla.aot.program import Program
 from fastai_xla.aot.take import take_programs
 from fastai_xla.cases import language_model
 from fastai_xla.runtime import programs_to
-from fastai_xla.graphs import rng_state, stablehlo_text
+from fastai_xla.graphs import rng_state, stablehlo, stablehlo_text
 from fastai_xla.transfer import fetch
 from common import *
 
@@ -236,3 +238,13 @@ def test_compiler_is_stopped(monkeypatch):
     monkeypatch.setattr(compiling, '_wait', interrupt)
     with pytest.raises(KeyboardInterrupt): small().to_xla().tpu_report(valid=False, verbose=False)
     assert len(started) == 2 and all(p.returncode == -9 for p in started)
+
+@needs_compiler
+def test_grid_sample_gathers_one_row_per_pixel():
+    "A row is 128 lanes wide on a TPU, so that a gather of each of the four taps takes four times as much"
+    x,grid = torch.rand(8, 3, 32, 32).to(device()),(torch.rand(8, 32, 32, 2)*2-1).to(device())
+    sync()
+    roots = [F.grid_sample(x, grid, padding_mode='reflection', align_corners=True)]
+    res = compiling.compile_for(stablehlo(roots), stablehlo_text(roots), target('v5e'))
+    program = Program(res['text'])
+    assert not res['error'] and max(b.padded for bs in program.where.values() for b in bs) <= 8*32*32*128*4

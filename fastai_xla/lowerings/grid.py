@@ -31,6 +31,13 @@ def _pad(p, size, padding, align):
     if padding == 2: p = _reflect(p, size, align)
     return _clip(p, size) if padding else p
 
+# %% ../../nbs/api/01b_lowerings.grid.ipynb #5b7d1e02
+def _window(j, w, size):
+    "The first of adjacent pixels that hold the taps `j`, and the weights of all of them"
+    k = min(len(j), size)
+    first = j.amin(0).clamp(max=size-k)
+    return first.int(),torch.stack([(w*(j == first+e)).sum(0) for e in range(k)])
+
 # %% ../../nbs/api/01b_lowerings.grid.ipynb #b0d406b6
 def _cubic(t, a=-.75):
     near = lambda t: ((a+2)*t-(a+3))*t*t+1
@@ -38,17 +45,37 @@ def _cubic(t, a=-.75):
     return [far(t+1), near(t), near(1-t), far(2-t)]
 
 def _taps(p, size, mode, padding, align):
-    "Indices and weights of the neighbours of `p`, stacked in front"
+    "The first of the adjacent pixels around `p`, and the weights of all of them, stacked in front"
+    inside = mode == 0 and padding and size > 1   # both neighbours are in the image
     if mode != 2: p = _pad(p, size, padding, align)
     if mode == 1: i,w = torch.round(p)[None],(p*0+1)[None]   # depends on p, so that the grid gets a gradient: zeros
     else:
         i0 = p.detach().floor()
+        if inside: i0 = i0.clamp(max=size-2)
         t = p-i0
         i,w = (torch.stack([i0, i0+1]),torch.stack([1-t, t])) if mode == 0 else (torch.stack([i0-1, i0, i0+1, i0+2]),torch.stack(_cubic(t)))
     i = i.detach()
     if mode == 2: i = _pad(i, size, padding, align).round()
     j = i.clamp(0, size-1)
-    return j.int(),w*(i == j) if padding == 0 else w
+    if padding == 0: w = w*(i == j)
+    return (j[0].int(),w) if inside or mode == 1 else _window(j, w, size)
+
+# %% ../../nbs/api/01b_lowerings.grid.ipynb #5b7d1e06
+_lanes = 128
+
+def _in_row(c, taps):
+    "How many pixels of `c` channels go into a row, with so many `taps` along each dimension"
+    n = 1
+    for k in reversed(taps):
+        if n*k*c > _lanes: break
+        n *= k
+    return n
+
+def _table(x, at):
+    "A row for each pixel: those that lie `at` these distances behind it, with their channels"
+    n,c = len(x)*x.shape[2:].numel(),x.shape[1]
+    rows = torch.cat([x.movedim(1, -1).reshape(n, c), x.new_zeros(at[-1], c)])   # the last rows are never read
+    return torch.cat([rows[a:a+n] for a in at], 1)
 
 # %% ../../nbs/api/01b_lowerings.grid.ipynb #db7c18d2
 def _grid_sample(x, grid, mode, padding, align):
@@ -56,16 +83,21 @@ def _grid_sample(x, grid, mode, padding, align):
         raise RuntimeError(f"grid_sampler(): expected grid and input to have same batch size, but got {len(grid)} and {len(x)}")
     n,c,*size = x.shape
     out,k = grid.shape[1:-1],len(size)
-    rows = torch.arange(n, dtype=torch.int32, device=x.device).view(n, *[1]*k)
+    first = torch.arange(n, dtype=torch.int32, device=x.device).view(n, *[1]*k)
     wide = grid.double() if grid.dtype == torch.float64 else grid.float()
-    w = None
+    w,at,taps = None,[0],[]
     for d,s in enumerate(size):
         i,wd = _taps(_pixels(wide[..., k-1-d], s, align), s, mode, padding, align)
-        rows = rows.unsqueeze(d)*s + i.view(*[1]*d, *i.shape)
-        w = wd if w is None else w.unsqueeze(d)*wd.view(*[1]*d, *wd.shape)
-    taps = x.movedim(1, -1).reshape(-1, c).index_select(0, rows.reshape(-1)).view(-1, n, *out, c)
-    y = (taps*w.reshape(-1, n, *out, 1)).sum(0) if mode != 1 or padding == 0 or grid.requires_grad else taps[0]
-    return y.to(x.dtype).movedim(-1, 1)
+        first = first*s + i
+        w = wd if w is None else (w.unsqueeze(1)*wd).flatten(0, 1)
+        at = [a*s+e for a in at for e in range(len(wd))]
+        taps.append(len(wd))
+    m = _in_row(c, taps)
+    rows = torch.stack([first+a for a in at[::m]])
+    got = _table(x, at[:m]).index_select(0, rows.flatten()).view(*rows.shape, m, c)
+    got = got.movedim((-2,-1), (1,2)).reshape(len(at), c, n, *out)
+    y = (got*w.unsqueeze(1)).sum(0) if mode != 1 or padding == 0 or grid.requires_grad else got[0]
+    return y.to(x.dtype).movedim(0, 1)
 
 grid_sample = Lowering('grid_sample', lacks('grid_sampler_2d', 'grid_sampler_3d'), 'falls back to the CPU')
 for _key in ('XLA', 'AutogradXLA'): grid_sample.kernel('grid_sampler_2d', 'grid_sampler_3d', key=_key, views=True)(_grid_sample)
