@@ -3,6 +3,8 @@
     make test ARGS='tests/test_aot_costs_loss.py'
 
 What needs the compiler is skipped where it is not installed (`pip install 'fastai_xla[aot]'`)."""
+import re, subprocess, sys
+from pathlib import Path
 import pytest, torch
 import torch.nn.functional as F
 from fastai.vision.all import *
@@ -79,3 +81,36 @@ def test_changed_arguments_are_noticed(change, monkeypatch):
         with learn.no_logging(): learn.fit(2, 1e-2)
         losses[on] = L(learn.recorder.values).map(lambda o: list(o)[:2])
     for a,b in zip(*losses.values(), strict=True): test_close(a, b, 1e-4)
+
+# bfloat16
+
+def wide_convnet():
+    "Weights that are larger than activations"
+    net = nn.Sequential(nn.Conv2d(1, 256, 3, stride=2), nn.ReLU(), nn.Conv2d(256, 256, 3, padding=1), nn.ReLU(),
+                        nn.Conv2d(256, 256, 3, padding=1), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(256, 4))
+    return learner(torch.randn(32, 1, 9, 9), torch.randint(4, (32,)), net)
+
+def casts_to(p, *shape):
+    s = 'x'.join(map(str, shape))
+    return len(re.findall(rf'convert .*tensor<{s}xf32>\) -> tensor<{s}xbf16>', p.text))
+
+def test_no_weight_is_cast_for_bfloat16():
+    p = take_programs(wide_convnet().to_bf16().to_xla(), valid=False)[0]
+    with without_lowerings('autocast'): before = take_programs(wide_convnet().to_bf16().to_xla(), valid=False)[0]
+    assert (casts_to(p, 256, 256, 3, 3), casts_to(before, 256, 256, 3, 3)) == (0, 2)
+    assert casts_to(p, 4, 256) == 0 < casts_to(before, 4, 256)
+
+def test_products_of_several_passes_keep_the_cast():
+    "Of bfloat16 one is enough"
+    code = """import sys; sys.path.insert(0, 'tests')
+from test_aot_costs_loss import *
+learn = wide_convnet().to_bf16().to_xla(matmul_precision='high')
+print('casts', casts_to(take_programs(learn, valid=False)[0], 256, 256, 3, 3))"""
+    run = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, cwd=Path(__file__).parent.parent)
+    assert 'casts 2' in run.stdout, run.stderr[-2000:]
+
+@needs_compiler
+def test_bfloat16_is_no_slower_where_weights_are_large():
+    full,now = step(wide_convnet()),step(wide_convnet().to_bf16())
+    with without_lowerings('autocast'): before = step(wide_convnet().to_bf16())
+    assert now.program.cycles < 1.02*full.program.cycles < before.program.cycles
