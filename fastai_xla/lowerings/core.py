@@ -63,7 +63,7 @@ class Lowering:
 
     def kernel(self,
         *ops:str, # ATen operators, with their overload if it has a name
-        key:str='XLA', # Dispatch key: 'XLA', or 'AutogradXLA' for a function that is differentiable itself
+        key:str='XLA', # Dispatch key: 'XLA', 'AutogradXLA' for a function that is differentiable itself, or 'AutocastXLA'
         views:bool=False, # Does the function make views of tensors? At 'AutogradXLA' it may
         inference:bool=True, # Run outside of `torch.inference_mode`? Not needed where it makes no view
     ): # Decorator
