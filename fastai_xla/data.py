@@ -93,9 +93,7 @@ def _read_ahead(groups):
     "The `RawBatch`es of `groups`, which run in a thread"
     pool,ctx,wait = futures.ThreadPoolExecutor(1, 'fastai_xla feed', torch.set_grad_enabled, (torch.is_grad_enabled(),)),copy_context(),True
     ends,quiet = sys.is_finalizing,suppress   # names of the module are gone at the end
-    def read():
-        with reading: return next(groups, None)
-    def more(): return pool.submit(ctx.run, read)
+    def more(): return pool.submit(ctx.run, next, groups, None)
     try:
         todo = deque(more() for _ in range(ahead))
         while raws := todo.popleft().result():

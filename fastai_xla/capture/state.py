@@ -8,7 +8,8 @@ Docs: https://fastai-xla.github.io/fastai_xla/api/capture.state.html.md"""
 __all__ = ['flatten', 'Refused', 'key_name', 'Places', 'set_data', 'Kept', 'Memory', 'item', 'leaf', 'grad', 'live_tensors']
 
 # %% ../../nbs/api/05b_capture.state.ipynb #1e39253c
-import gc
+import gc, sys, time
+from contextlib import contextmanager
 from dataclasses import is_dataclass
 from types import SimpleNamespace
 
@@ -19,7 +20,6 @@ from fastcore.all import *
 
 from ..runtime import *
 from ..graphs import *
-from ..transfer import reading
 
 if L not in pytree.SUPPORTED_NODES: pytree.register_pytree_node(L, lambda l: (list(l), None), lambda items,_: L(list(items)))
 
@@ -206,25 +206,27 @@ def leaf(d, k, i): return flatten(d[k])[0][i]
 def grad(p): return p.grad
 
 # %% ../../nbs/api/05b_capture.state.ipynb #d992e8b1
-def _with_subclasses(c): return {c}.union(*map(_with_subclasses, c.__subclasses__()))
-
 def _is_tensor(o): return issubclass(type(o), torch.Tensor)
 
-def _all_tensors():
-    """A thread that builds a tuple must be the only one to hold it, so a list of all objects is made while no batch is read ahead
-
-    What refers to the tensor classes is not all: tensors that C++ holds, too, tell the collector of nothing"""
-    if not reading.acquire(timeout=10): return [o for o in gc.get_referrers(*_with_subclasses(torch.Tensor)) if _is_tensor(o)]
-    try: return [o for o in gc.get_objects() if _is_tensor(o)]
-    finally: reading.release()
+@contextmanager
+def _alone():
+    "No other thread runs Python within the block, if that takes less than a second and nothing in it waits"
+    was = sys.getswitchinterval()
+    sys.setswitchinterval(1.)
+    time.sleep(2*was)   # threads that wait already would interrupt after `was`
+    try: yield
+    finally: sys.setswitchinterval(was)
 
 def _tensors():
-    "All tensors, each held: one that only C++ holds would die under our hands, as where garbage is collected"
+    """All tensors, each held: one that only C++ holds would die under our hands, as where garbage is collected
+
+    A thread that builds a tuple must be the only one to hold it, and a list of all objects holds it too, so no other thread runs meanwhile.
+    What refers to the tensor classes is not all: tensors that C++ holds tell the collector of nothing"""
     on = gc.isenabled()
     gc.disable()
     try:
-        ts = _all_tensors()
-        with torch._C.DisableTorchFunctionSubclass():
+        with _alone(), torch._C.DisableTorchFunctionSubclass():
+            ts = [o for o in gc.get_objects() if _is_tensor(o)]
             for t in ts: t._fix_weakref()
     finally:
         if on: gc.enable()
