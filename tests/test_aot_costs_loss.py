@@ -43,15 +43,15 @@ def step(learn):
 def of_loss(p):
     "Cycles of the lines of the loss"
     df = p.program.by('line')
-    return df[df.index.str.contains(r'lowerings/(?:loss|wrong)\.py|mixed\.py')].cycles.sum()
+    return df[df.index.str.contains(r'lowerings/(?:loss|wrong)\.py|fastai/losses\.py')].cycles.sum()
 
 @needs_compiler
-@pytest.mark.parametrize('half,share', [(False, .65), (True, .5)])
-def test_cross_entropy_of_a_large_vocabulary_goes_through_the_logits_less_often(half, share):
+@pytest.mark.parametrize('half', [False, True])
+def test_cross_entropy_of_a_large_vocabulary_goes_through_the_logits_less_often(half):
     make = lambda: language_model().to_bf16() if half else language_model()
     now = step(make())
     with without_lowerings('cross_entropy'): before = step(make())
-    assert 0 < of_loss(now) < share*of_loss(before)
+    assert 0 < of_loss(now) < .5*of_loss(before)
     assert now.program.cycles < .7*before.program.cycles and now.memory < before.memory
 
 @needs_compiler
