@@ -43,7 +43,7 @@ def matmul_precision(
     "What products of float32 numbers keep on a device: less than 'highest' on a TPU, and within `tpu_numerics`"
     on_tpu = torch_xla and torch_xla.runtime.device_type() == 'TPU' and torch.device(device or 'xla').type == 'xla'
     there = _XLAC._xla_get_mat_mul_precision() if on_tpu else 'highest'
-    return min([there, *_tried], key=_bits.get)
+    return min([there, *_tried[-1:]], key=_bits.get)
 
 # %% ../nbs/api/00c_precision.ipynb #00c00008
 def _n_programs(): return _XLAC._xla_get_num_cached_compilation_graph() if torch_xla else 0
@@ -107,10 +107,10 @@ class _Products(TorchDispatchMode):
     "Round what is multiplied to `bits` significant bits"
     def __init__(self, bits):
         super().__init__()
-        self.bits = bits
+        self.bits,self.level = bits,len(_tried)
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         op,kwargs = func.overloadpacket,kwargs or {}
-        if op not in _products: return functional(func(*args, **kwargs), args)
+        if op not in _products or len(_tried) > self.level: return functional(func(*args, **kwargs), args)
         new = [_rounded(a, self.bits) if i in _products[op] else a for i,a in enumerate(args)]
         if op is not _aten.convolution_backward or not args[-1][2]: return func(*new, **kwargs)
         dx,dw,_ = func(*new[:-1], [*args[-1][:2], False], **kwargs)
@@ -131,7 +131,7 @@ def tpu_numerics(
 ):
     """Within the block, matrix products and convolutions keep as much of float32 as on a TPU, on any device, forward and backward
 
-    Attention is computed by its products. What XLA multiplies within an operator of its own, as in the decompositions of linear algebra,
+    Of nested blocks the innermost holds. Attention is computed by its products. What XLA multiplies within an operator of its own, as in the decompositions of linear algebra,
     stays as it is."""
     _tried.append(check_precision(precision))
     try:

@@ -67,6 +67,43 @@ def test_step_that_is_recorded_later_is_the_one_that_is_taken():
     assert [p.why for p in programs] == ['', ''] and programs[0].donated
     assert state() == was
 
+@pytest.mark.parametrize('opt', [torch.optim.NAdam, torch.optim.RMSprop])
+def test_programs_of_one_learner_after_another(opt):
+    "A first step that makes state is run, so that nothing is left pending"
+    for f in (small, language_model, partial(small, opt_func=partial(OptimWrapper, opt=opt))):
+        learn = quiet(f()).to_xla()
+        assert len(take_programs(learn)) == 2
+        with learn.no_logging(): learn.fit(1)
+        assert len(take_programs(learn)) == 2
+
+@pytest.mark.parametrize('event', ['after_backward', 'after_step'])
+def test_step_in_pieces_is_refused(event):
+    learn = small()
+    learn.add_cb(Callback(**{event: lambda self: float(self.learn.loss)}))
+    for replay in ('auto', False):
+        with pytest.raises(RuntimeError, match='read within it, by a callback or the model'):
+            take_programs(learn.to_xla(replay=replay), valid=False)
+    learn = small()
+    learn.add_cb(Callback(after_batch=lambda self: float(self.learn.loss)))
+    assert 'stablehlo.convolution' in take_programs(learn.to_xla(), valid=False)[0].text
+
+def test_gradient_accumulation_is_looked_at_where_it_steps():
+    learns = [small(cbs=cbs).to_xla() for cbs in (None, GradientAccumulation(64))]
+    plain,summed = (take_programs(learn, valid=False)[0] for learn in learns)
+    assert summed.nbytes('optimizer') == plain.nbytes('optimizer') > 0
+    n = sum(p.numel() for p in small().model.parameters())*4
+    assert summed.nbytes('weights')+summed.nbytes('other') >= plain.nbytes('weights')+n   # and the gradients so far
+    assert all(p.grad is None for p in learns[1].model.parameters())
+
+@pytest.mark.parametrize('size', [0, -1, True, '64', 2.])
+def test_size_that_is_none(size):
+    with pytest.raises(ValueError, match='no number of items in a batch'): take_programs(small().to_xla(), size=size)
+
+def test_nothing_to_train():
+    learn = small().to_xla()
+    for p in learn.model.parameters(): p.requires_grad_(False)
+    with pytest.raises(ValueError, match='unfreeze'): take_programs(learn)
+
 def test_report_of_the_last_fit_stays():
     learn = small().to_xla()
     with learn.no_logging(): learn.fit(1)
@@ -233,7 +270,7 @@ def test_compiler_is_stopped(monkeypatch):
             started.append(self)
     monkeypatch.setattr(compiling.subprocess, 'Popen', Started)
     r = small().to_xla().tpu_report(limit=.1, valid=False, verbose=False)
-    assert not r and 'stopped after' in r.error and 'limit=' in r.error
+    assert not r and 'stopped after' in r.error and 'limit=' in r.error and 'is not known' in r.verdict and 'will not' not in r.verdict
     def interrupt(*args): raise KeyboardInterrupt
     monkeypatch.setattr(compiling, '_wait', interrupt)
     with pytest.raises(KeyboardInterrupt): small().to_xla().tpu_report(valid=False, verbose=False)

@@ -50,6 +50,20 @@ learn.to_xla(matmul_precision='highest')
 print(_XLAC._xla_get_mat_mul_precision())"""
     assert subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, check=True).stdout.strip() == 'highest'
 
+@pytest.mark.parametrize('on', ['cpu', 'xla'])
+def test_innermost_block_holds(on):
+    torch.manual_seed(0)
+    a,b = (torch.randn(64, 64).to(device() if on == 'xla' else on) for _ in range(2))
+    exact = a.cpu().double()@b.cpu().double()
+    def error(*precisions):
+        with ExitStack() as stack:
+            for p in precisions: stack.enter_context(tpu_numerics(p))
+            return float(((a@b).cpu()-exact).abs().max())
+    kinds = dict(default=error('default'), high=error('high'), highest=error('highest'))
+    assert kinds['default'] > 50*kinds['high'] > 100*kinds['highest']
+    for outer in kinds:
+        for inner,alone in kinds.items(): assert error(outer, inner) == alone
+
 def test_unknown_precision():
     learn = lin_learner()
     with pytest.raises(ValueError, match="no matmul precision 'bf16'.*'default'.*'high'.*'highest'"): learn.to_xla(matmul_precision='bf16')

@@ -27,6 +27,9 @@ class Chip(NamedTuple):
     config:str # How libtpu calls the arrangement of a chip's cores
     page:str # Page of the documentation
     @property
+    def cores(self) -> int: # Cores of a device, which the names of slices count: a 'v4-8' has four
+        return 2 if self.config == 'megacore' else 1
+    @property
     def source(self) -> str: return _docs + self.page
 
 chips = {c.name: c for c in (
@@ -48,7 +51,7 @@ class Target(NamedTuple):
     grid:str # Arrangement of chips, e.g. '2x4'
     devices:int # Devices that the program runs on
     @property
-    def name(self) -> str: return self.chip.name + (f'-{self.devices}' if self.devices > 1 else '')
+    def name(self) -> str: return self.chip.name + (f'-{self.devices*self.chip.cores}' if self.devices > 1 else '')
     @property
     def topology(self) -> dict: # Arguments of jax's `get_topology_desc`
         res = dict(topology_name=f'{self.chip.name}:{self.grid}', chip_config_name=self.chip.config, num_slices=1)
@@ -71,17 +74,20 @@ def local_chip() -> str: # 'v5e' where there is no TPU
 # %% ../../nbs/api/09a_aot.chips.ipynb #3b20205c
 def _unknown(topology):
     def row(c): return f"  {c.name:4} devices: {', '.join(map(str, slices(c)))}; e.g. '{c.name}', '{c.name}-8', '{c.name}:{slices(c)[8]}'"
-    return '\n'.join([f"There is no TPU '{topology}' to compile for. There are:", *map(row, chips.values())])
+    return '\n'.join([f"There is no TPU {topology} to compile for. There are:", *map(row, chips.values())])
 
 def target(
     topology:str|None=None, # A version ('v5e'), or a slice of it: 'v5e-8', 'v5e:2x4'; that of this machine by default
     devices:int=1, # Devices that a program runs on; for a slice, all of it
 ) -> Target:
     "The TPU of that name"
-    topology = topology or local_chip()
+    if topology is None: topology = local_chip()
     name,sep,rest = str(topology).partition(':' if ':' in str(topology) else '-')
-    if name not in chips: raise ValueError(_unknown(topology))
+    if name not in chips: raise ValueError(_unknown(repr(topology)))
     chip,known = chips[name],slices(chips[name])
-    if sep: devices = next((n for n,g in known.items() if rest in (g if sep == ':' else str(n), )), 0)
-    if devices not in known: raise ValueError(_unknown(topology if sep else f'{topology}-{devices}'))
+    if sep: has = next((n for n,g in known.items() if rest == (g if sep == ':' else str(n*chip.cores))), 0)
+    else: has = devices
+    if has not in known: raise ValueError(_unknown(repr(topology) if sep else f'{topology!r} with {devices} devices'))
+    if devices not in (1, has): raise ValueError(f"A {topology!r} has {has} devices, and `devices={devices}` was asked for. Give one of the two.")
+    devices = has
     return Target(chip, known[devices], devices)

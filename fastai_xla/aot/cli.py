@@ -11,6 +11,7 @@ __all__ = ['tpu_cli']
 import sys
 
 from fastcore.all import *
+from fastai.learner import Learner
 
 from .chips import target
 from .compile import cannot_compile
@@ -30,7 +31,9 @@ def tpu_cli(
     try: target(topology)
     except ValueError as e: sys.exit(str(e))
     if why := cannot_compile(): sys.exit(f"Nothing can be compiled for a TPU here: {why}")
-    learn = _make_learner(source)().to_xla()
+    learn = _make_learner(source)()
+    if not isinstance(learn, Learner): sys.exit(f"`make_learner` of {source} has returned {type(learn).__name__}, and is to return a `Learner`.")
+    learn.to_xla()
     report = learn.tpu_report(topology, size=size, limit=limit)
     print(report)
     if largest: print(f'\nThe largest batch that fits: {largest_batch(learn, topology, limit=limit)}')

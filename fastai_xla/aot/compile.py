@@ -66,7 +66,7 @@ def _wait(p, limit, told):
     "Until the process has ended; is it so within the limit?"
     start = time.monotonic()
     while (spent := time.monotonic()-start) < limit:
-        if told: print(f'\r{told} ... {spent:.0f} s', end='', flush=True)
+        if told: print(f'\r{told} ... {spent:.0f} s', end='', file=sys.stderr, flush=True)
         try: p.wait(1)
         except subprocess.TimeoutExpired: continue
         return True
@@ -87,9 +87,9 @@ def _run(folder, limit, told):
         finally:
             if p.poll() is None: os.killpg(p.pid, signal.SIGKILL)
             p.wait()
-            if told: print('\r' + ' '*(len(told)+12), end='\r', flush=True)
+            if told: print('\r' + ' '*(len(told)+12), end='\r', file=sys.stderr, flush=True)
     if (folder/'result.json').exists(): return ''
-    if not ended: return f"the compiler was stopped after {limit:.0f} seconds; `limit=` allows it more"
+    if not ended: return f"the compiler was stopped after {limit:g} seconds; `limit=` allows it more"
     return f"the compiler's process has ended with code {p.returncode}: {_last_words(log.read_text(errors='replace'))}"
 
 # %% ../../nbs/api/09c_aot.compile.ipynb #12b3f82e

@@ -44,6 +44,8 @@ class CompiledProgram:
     @property
     def fits(self) -> bool: return not self.message
     @property
+    def stopped(self) -> bool: return 'compiler was stopped' in self.message   # before it had an answer
+    @property
     def memory(self) -> int|None: # Bytes; `None` where the compiler does not say
         m = self.stats
         return m['inputs']+m['outputs']-m['donated']+m['temporaries']+m['code'] if m else _used(self.message)[0]
@@ -54,6 +56,7 @@ class CompiledProgram:
         if not self.message: return ''
         least = 'at least ' if 'Allocation (' in self.message else ''
         if self.memory: return f"does not fit: it needs {least}{_gib(self.memory)} of {_gib(self.hbm)}"
+        if self.stopped: return self.message
         place = self.program.site(self.at) if self.program else tuple(self.sites[self.at]) if 0 <= self.at < len(self.sites) else None
         where = f" (module {place[1] or 'of the whole model'}; {place[2]})" if place else ''
         return f"does not compile: {self.message.strip().splitlines()[0]}{where}"
@@ -96,15 +99,15 @@ class TPUReport:
     @property
     def flops(self) -> float|None: return self.step.flops
     @property
-    def bound_ms(self) -> float: return max(self.step.bounds.values())
+    def bound_ms(self) -> float: # Of a step, also where several run as one
+        return max(self.step.bounds.values())/self.step.traced.steps
     @property
     def bound_by(self) -> str: # 'operations' or 'memory'
         return max(self.step.bounds, key=self.step.bounds.get)
     @property
     def host_bound(self) -> int|None: # Items; `None` where the host time is not known
         "Below this batch size, at most, the device waits for the host"
-        ms = self.bound_ms/self.step.traced.steps
-        return int(self.step.traced.size*self.host_ms/ms) if self.host_ms and ms else None
+        return int(self.step.traced.size*self.host_ms/self.bound_ms) if self.host_ms and self.bound_ms else None
     @property
     def text(self) -> str: return self.step.text
     @property
@@ -118,17 +121,18 @@ class TPUReport:
 def verdict(self:TPUReport) -> str: # A sentence
     "Will it run, and what bounds it?"
     size,chip = self.step.traced.size,self.to.name
+    if any(p.stopped for p in self.programs): return f"Whether this runs on a {chip} at batch {size} is not known: {self.error}."
     if not self.fits: return f"On a {chip} this will not run at batch {size}: {self.error}."
     needs = f"it needs {_gib(self.memory)} of {_gib(self.hbm)}"
     return (f"On a {chip} this runs at batch {size}: {needs}, and a step is bound by {_why[self.bound_by]}: "
-            f"{self.bound_ms/self.step.traced.steps:.3g} ms at best.")
+            f"{self.bound_ms:.3g} ms at best.")
 
 @patch(as_prop=True)
 def host_text(self:TPUReport) -> str: # A sentence or two
     "What Python takes for a step, and from which batch size on that does not matter"
-    if not self.host_ms: return "Python's part of a step was not measured: train for an epoch on the XLA device first, and ask again."
+    if not self.host_ms: return "Python's part of a step was not measured. Train some 20 batches on the XLA device in a fit, and ask again."
     text = f"Python's part of a step took {self.host_ms:.3g} ms on this machine, in the last fit"
-    ms = self.bound_ms/self.step.traced.steps
+    ms = self.bound_ms
     if self.host_ms <= ms: return f"{text}: less than the device needs at best."
     return (f"{text}, and the device needs {ms:.3g} ms at best: bound by the host below a batch of {self.host_bound:,}, at most. "
             f"Take a larger batch, or `to_xla(steps_per_execution={min(32, 2**int(1+math.log2(self.host_ms/ms)))})`.")
@@ -158,8 +162,8 @@ def _notes(self:TPUReport):
     if left := ', '.join(f'{k} (x{v})' if v > 1 else k for k,v in p.unknown.most_common(5)):
         yield f"Cycles are the compiler's estimate, which leaves out {left}."
     moved = p.types
-    if moved['f32'] > moved['bf16']:
-        yield (f"{100*moved['f32']/moved.total():.0f}% of the bytes moved are float32, {100*moved['bf16']/moved.total():.0f}% bfloat16. "
+    if moved['f32'] > moved['bf16'] and 'bf16[' not in self.text:
+        yield (f"{100*moved['f32']/moved.total():.0f}% of the bytes moved are float32. "
                "Activations and gradients of layers take half of that under `learn.to_bf16()`; weights stay float32.")
     if wide := p.wide(): yield "In float64, which a TPU has to put together: " + ', '.join(f'{k} (x{v})' for k,v in wide.items()) + '.'
 
@@ -188,9 +192,9 @@ def _compiled(p, to, limit, verbose, again=False):
     told = f'{p.kind.capitalize()}, batch of {p.size}, for {to.name}' if verbose else ''
     return CompiledProgram(p, to, compile_for(p.bytecode, p.text, to, p.donated, p.split, p.sites, limit, told, again))
 
-def _check_split(p, to):
-    if p.size % to.devices:
-        raise ValueError(f"A batch of {p.size} cannot be split over {to.devices} devices. Take a batch size that is a multiple of it.")
+def _check_split(size, to):
+    if size % to.devices:
+        raise ValueError(f"A batch of {size} cannot be split over {to.devices} devices. Take a batch size that is a multiple of it.")
 
 @patch
 def tpu_report(self:Learner,
@@ -204,8 +208,9 @@ def tpu_report(self:Learner,
     "Compile this learner's programs for a TPU, on this machine. No step is run, and nothing of the learner is changed"
     check_compiler()
     to,host_ms = target(topology, devices),self.xla_opt.log.host_ms() if hasattr(self, 'xla_opt') else None
+    if size: _check_split(size, to)
     programs = take_programs(self, size, valid, to.devices)
-    for p in programs: _check_split(p, to)
+    for p in programs: _check_split(p.size, to)
     return TPUReport([_compiled(p, to, limit, verbose) for p in programs], host_ms)
 
 # %% ../../nbs/api/09f_aot.report.ipynb #fb4544dc
@@ -253,6 +258,7 @@ def largest_batch(
 ) -> LargestBatch: # It fits, and one that is a tenth larger does not; 0 where none fits
     "The largest batch whose training step fits a TPU's memory"
     check_compiler()
+    if most < 1: raise ValueError(f"most={most} leaves no batch to try. Give the largest size that is of interest.")
     to = target(topology, devices)
     def check(n):
         p = _compiled(take_programs(learn, n, False, to.devices)[0], to, limit, verbose)

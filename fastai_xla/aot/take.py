@@ -16,14 +16,13 @@ import torch
 from fastcore.all import *
 from fastai.callback.core import Callback
 from fastai.callback.progress import CSVLogger
+from fastai.callback.training import GradientAccumulation
 from fastai.learner import Learner
 from fastai.torch_core import apply
 
 from ..runtime import *
 from ..graphs import *
 from ..transfer import _xla_tensors
-from ..runtime import _XLAC
-from ..capture.state import _tensors
 from ..lowerings.loop import for_tpu
 from ..causes import Site, site_of
 from ..op_watch import OpWatch
@@ -105,17 +104,19 @@ class LearnerProgram:
         return sum(o.nbytes for o in self.inputs if o.role == role)
     def __repr__(self): return f'{self.kind}, batch of {self.size}, {len(self.inputs)} inputs'
 
-# %% ../../nbs/api/09e_aot.take.ipynb #78a7626f
-def _unrun(seed):
-    "Forget what is pending. Tensors of it are zeros from now on: of what has not been run, the next trace sees shapes alone"
-    ts = [t for t in _tensors() if is_xla(t) and torch._is_functional_tensor(t)]
-    for t,waits in zip(ts, pending(ts)):
-        if waits: _XLAC._replace_xla_tensor(t, _XLAC._xla_tensors_from_aten([torch.zeros(t.shape, dtype=t.dtype)], [str(t.device)])[0])
-    drop_pending()
-    manual_seed(seed)
-
 # %% ../../nbs/api/09e_aot.take.ipynb #78a76271
 class _Taken(BaseException): "A program has been taken: no error, and nothing that a fit would catch"
+
+_pieces = ("The {} of this learner is no single program: a value is read within it, by a callback or the model, so that it is computed in pieces, "
+           "and a report of one of them would tell of a part. Leave that callback out, or let it read in `after_batch`. ({})")
+
+def _accumulated(learn):
+    "Gradients as a batch leaves them, and an optimizer that steps in the next one"
+    for cb in learn.cbs:
+        if not isinstance(cb, GradientAccumulation): continue
+        cb.count = cb.n_acc
+        for p in learn.model.parameters():
+            if p.requires_grad and p.grad is None: p.grad = torch.zeros_like(p)
 
 class _Take(Callback):
     "Take the first program of training or validation"
@@ -125,9 +126,8 @@ class _Take(Callback):
     def after_batch(self): self.traced = True   # the next sync is that of a step that is not recorded
 
     def take(self, roots, donated):
-        recorded = bool(roots)
-        if not recorded and (not self.traced or self.program): return
-        learn = self.learn
+        recorded,learn = bool(roots),self.learn
+        if not recorded and (not self.traced or learn.training != self.trains): return
         kind = f"{'training' if learn.training else 'validation'} step"
         if not recorded:
             state = [*_weights_of(learn).values(), *_state_of(learn).values()]
@@ -137,19 +137,20 @@ class _Take(Callback):
             donated = [t for t in graph_inputs(roots)[1] if buffers([t])[0] in ours]
         r = learn.xla_opt.replay
         why = '' if recorded else r.reason if r else 'replay is off'
+        if not recorded and n_executions() > self.ran: raise RuntimeError(_pieces.format(kind, why))
         self.program = LearnerProgram(kind, roots, donated, self.roles, self.size, self.steps, why)
-        if recorded or not r: raise _Taken
-        _unrun(self.seed)
+        if recorded or self.second or 'within the step' not in why: raise _Taken   # else it has made state, and the next may be recorded
 
     def batches(self):
         "In the place of `Learner.all_batches`"
         learn,r = self.learn,self.learn.xla_opt.replay
         learn.n_iter = len(learn.dl)
-        self.steps,self.seed = r.n_steps if r else 1,rng_state()
+        self.steps,self.trains = r.n_steps if r else 1,learn.training
+        if learn.training: _accumulated(learn)
         raws = _first(learn.dl, self.size, 2*self.steps)
         self.size = _size(raws[0].raw)
-        for some in (raws[:self.steps], raws[self.steps:]):
-            self.roles,self.traced = _roles(learn, [o.raw for o in some]),False
+        for self.second,some in enumerate((raws[:self.steps], raws[self.steps:])):
+            self.roles,self.traced,self.ran = _roles(learn, [o.raw for o in some]),False,n_executions()
             if self.steps == 1 or not r.several(0, some): learn.one_batch(0, some[0] if r else some[0].batch())
 
 # %% ../../nbs/api/09e_aot.take.ipynb #b47ca614
@@ -188,9 +189,13 @@ def take_programs(
     valid:bool=True, # Also of validation?
     devices:int=1, # TPUs that share a batch
 ) -> list: # `LearnerProgram`s: the training step's and that of validation
-    "The programs of a learner, traced and not run. Nothing of the learner is changed"
+    "The programs of a learner, traced and not run. Nothing of the learner is changed; its callbacks hear that a fit begins"
     if not hasattr(learn, 'xla_opt'):
         raise RuntimeError("This learner is not on an XLA device, where programs are traced. Call `learn.to_xla()` first.")
+    if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
+        raise ValueError(f"size={size!r} is no number of items in a batch. Give an integer from 1 on, or leave it out for the dataloader's.")
+    if not any(p.requires_grad for p in learn.model.parameters()):
+        raise ValueError("No parameter of this model is to be trained, so there is no training step. `learn.unfreeze()`?")
     valid = valid and len(learn.dls.loaders) > 1 and len(learn.dls.valid)
     with unchanged(learn), learn.no_bar(), learn.no_logging():
         learn.remove_cbs([cb for cb in learn.cbs if isinstance(cb, CSVLogger)])   # it begins its file again in every fit

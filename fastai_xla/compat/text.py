@@ -59,18 +59,31 @@ def _forget(module, idle):
     "Zero the hidden state of the rows in `idle`"
     if hasattr(module, 'hidden'): module.hidden = [tuple(h.masked_fill(idle[None,:,None], 0) for h in hs) for hs in module.hidden]
 
+def _ends(input, pad_idx):
+    "How much padding is before each text, and after it"
+    token = (input != pad_idx).int()
+    return token.argmax(1, keepdim=True),token.flip(1).argmax(1, keepdim=True)
+
 def _aligned(input, pad_idx, bptt):
     "Let each text begin with a chunk and end in the last one, where fastai's pooling looks for its end"
     if input.shape[1] > bptt: input = F.pad(input, (0, -input.shape[1] % bptt), value=pad_idx)
-    sl,token = input.shape[1],(input != pad_idx).int()
-    before,after = token.argmax(1, keepdim=True),token.flip(1).argmax(1, keepdim=True)
+    sl,(before,after) = input.shape[1],_ends(input, pad_idx)
     start = (before+after)//bptt*bptt
     i = torch.arange(sl, device=input.device) - start
     return input.gather(1, (i+before).clamp(0, sl-1)).masked_fill((i < 0) | (i+before >= sl-after), pad_idx)
 
 def _first(sl, bptt, max_len):
     "Where the first chunk starts that is kept"
-    return next((i for i in range(0, sl, bptt) if max_len is None or sl-i <= max_len), sl)
+    return next((i for i in range(0, sl, bptt) if max_len is None or sl-i < max_len+bptt), sl)
+
+def _cut(input, pad_idx, bptt, max_len):
+    "What of each aligned text is not kept: fastai counts `max_len` from the end of the longest text, here there may be padding behind it"
+    sl,(before,after) = input.shape[1],_ends(input, pad_idx)
+    if max_len is None or sl <= max(max_len, bptt): return torch.zeros_like(input, dtype=torch.bool)
+    n = sl-before-after
+    longest = n.max()
+    kept = ((longest-max_len).clamp(min=0)+bptt-1)//bptt*bptt
+    return torch.arange(sl, device=input.device) < kept + (sl-n)//bptt*bptt - (longest-n)//bptt*bptt
 
 @patch
 def forward(self:SentenceEncoder, input):
@@ -86,7 +99,7 @@ def forward(self:SentenceEncoder, input):
         idle = mask[:,i]
         _forget(self.module, idle)
         if i >= first: outs.append(o.masked_fill(idle[:,None,None], 0))
-    return torch.cat(outs, dim=1),mask[:,first:]
+    return torch.cat(outs, dim=1),(mask | _cut(input, self.pad_idx, self.bptt, self.max_len))[:,first:]
 
 # %% ../../nbs/api/04h_compat.text.ipynb #060d9a78
 n_lengths = 4 # Lengths to which a dataloader on XLA pads its texts, at most
