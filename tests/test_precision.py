@@ -131,7 +131,9 @@ def rounds_unseen(monkeypatch):
     "A device that rounds, to tools that do not know it"
     ran = calls._ran
     def _ran(call, backend, rounded):
-        with tpu_numerics(): return ran(call, backend, rounded)
+        with monkeypatch.context() as m:
+            m.setattr(backend, 'numerics', tpu_numerics)
+            return ran(call, backend, rounded)
     monkeypatch.setattr('fastai_xla.parity.locate._ran', _ran)
 
 def test_alarm_where_rounding_is_not_known(monkeypatch):
