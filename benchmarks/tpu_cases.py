@@ -54,9 +54,11 @@ _ops = dict(
     slogdet=(lambda a: torch.linalg.slogdet(_well(a))[1], _square), inverse=(lambda a: torch.inverse(_well(a)), _square),
     checkpoint=(lambda w: checkpoint(lambda o: (o@o).tanh(), w, use_reentrant=False), (16,16)),
     glu=(F.glu, (4,16)), huber_loss=(F.huber_loss, (4,16), (4,16)), weight_norm=(lambda v, g: torch._weight_norm(v, g), (8,16), (8,1)),
-    vdot=(torch.vdot, (16,), (16,)), logaddexp=(torch.logaddexp, (4,16), (4,16)), histc=(lambda a: a*torch.histc(a.detach(), 8).sum(), (4,16)),
+    vdot=(torch.vdot, (16,), (16,)), logaddexp=(torch.logaddexp, (4,16), (4,16)),
+    histc=(lambda a: a*torch.histc(a.detach(), 8).sum(), (4,16)),
     avg_pool2d=(partial(F.avg_pool2d, kernel_size=3, stride=2, padding=1), _image),
-    avg_pool3d=(partial(F.avg_pool3d, kernel_size=2), (2,3,8,8,8)), adaptive_avg_pool2d=(partial(F.adaptive_avg_pool2d, output_size=5), _image),
+    avg_pool3d=(partial(F.avg_pool3d, kernel_size=2), (2,3,8,8,8)),
+    adaptive_avg_pool2d=(partial(F.adaptive_avg_pool2d, output_size=5), _image),
     adaptive_avg_pool3d=(partial(F.adaptive_avg_pool3d, output_size=3), (2,3,8,8,8)), elu=(F.elu, (4,16)), selu=(F.selu, (4,16)),
     amax=(lambda a: (a.amax(1), a.amin(1)), (4,16)), cumsum=(partial(torch.cumsum, dim=1), (4,16)), norm=(torch.norm, (4,16)),
     norm_dim=(partial(torch.norm, dim=1), (4,16)), std=(partial(torch.std, dim=1), (4,16)),
@@ -73,7 +75,8 @@ lowering = [Case(n, partial(held, *a)) for n,a in _ops.items()] + [
     *(Case(f'resize {m}', _resized(m, d)) for m,d in (('nearest', 1), ('nearest', 2), ('nearest', 3), ('nearest-exact', 2), ('linear', 1),
         ('bilinear', 2), ('bicubic', 2), ('trilinear', 3))),
     Case('resize antialias', _resized('bilinear', 2, antialias=True)),
-    *(Case(k, partial(recurrent, k)) for k in ('LSTM', 'GRU', 'RNN')), Case('LSTM both ways', partial(recurrent, 'LSTM', bidirectional=True)),
+    *(Case(k, partial(recurrent, k)) for k in ('LSTM', 'GRU', 'RNN')),
+    Case('LSTM both ways', partial(recurrent, 'LSTM', bidirectional=True)),
     *(Case(f'{k.__name__}', partial(norms, k(3), (4,3,*[6]*d))) for k,d in ((nn.BatchNorm1d, 1), (nn.BatchNorm2d, 2), (nn.BatchNorm3d, 3),
         (RunningBatchNorm, 2)))]
 
@@ -122,12 +125,14 @@ def table(bs):
 
 resnet = dict(resnet18=torchvision.models.resnet18, resnet50=torchvision.models.resnet50)
 # as `benchmarks/steps.py` has them, for which there are host times
-benchmark = [Case('convnet', partial(digits, lambda: make_model('convnet'))), *(Case(n, partial(images, f, 8, 64)) for n,f in resnet.items()),
+benchmark = [Case('convnet', partial(digits, lambda: make_model('convnet'))),
+    *(Case(n, partial(images, f, 8, 64)) for n,f in resnet.items()),
     Case('transformer', partial(words, 32, 64, 200)), Case('tabular', partial(table, 64)),
     Case('awd_lstm', partial(language, 16, 18, 200, emb_sz=64, n_hid=128, n_layers=2))]
 real = [Case('resnet18', partial(images, resnet['resnet18'], 128, 224, 1000, True)),
     Case('awd_lstm', partial(language, 64, 72, 10000)), Case('transformer', partial(words, 16, 256, 30000, d=256, heads=8)),
-    Case('resnet50', partial(images, resnet['resnet50'], 128, 224, 1000, True)), Case('xresnet50', partial(images, xresnet, 64, 224, 10, True)),
+    Case('resnet50', partial(images, resnet['resnet50'], 128, 224, 1000, True)),
+    Case('xresnet50', partial(images, xresnet, 64, 224, 10, True)),
     Case('unet', partial(segments, 8, 224)), Case('resnet50 at 4096', partial(images, resnet['resnet50'], 4096, 224, 1000, True))]
 
 groups = dict(lowering=lowering, tutorial=tutorial, benchmark=benchmark, real=real)

@@ -29,11 +29,13 @@ def row(case, topology):
         learn = case.make()
         learn.remove_cbs([cb for cb in learn.cbs if type(cb) is ProgressCallback])
         r = learn.to_xla().tpu_report(topology, verbose=False)
-    res = dict(size=r.step.traced.size, compiles=r.fits, memory=r.memory, recorded=not r.step.traced.why, remark=(r.error or r.step.traced.why)[:160])
+    traced = r.step.traced
+    res = dict(size=traced.size, compiles=r.fits, memory=r.memory, recorded=not traced.why, remark=(r.error or traced.why)[:160])
     if not r.step.program: return res
     valid = r.programs[1].program if len(r.programs) > 1 else None
     wide = sum(sum(p.program.wide().values()) for p in r.programs if p.program)
-    return res | dict(flops=r.flops, bound_ms=round(r.bound_ms, 6), bound_by=r.bound_by, cycles=r.step.program.cycles, valid_cycles=valid and valid.cycles, float64=wide)
+    res |= dict(flops=r.flops, bound_ms=round(r.bound_ms, 6), bound_by=r.bound_by)
+    return res | dict(cycles=r.step.program.cycles, valid_cycles=valid and valid.cycles, float64=wide)
 
 def done(topology):
     if not file.exists(): return set()

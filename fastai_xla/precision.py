@@ -131,7 +131,9 @@ def tpu_numerics(
 ):
     """Within the block, matrix products and convolutions keep as much of float32 as on a TPU, on any device, forward and backward
 
-    Of nested blocks the innermost holds. Attention is computed by its products. What XLA multiplies within an operator of its own, as in the decompositions of linear algebra,
+    Of nested blocks the innermost holds.
+
+    Attention is computed by its products. What XLA multiplies within an operator of its own, as in the decompositions of linear algebra,
     stays as it is."""
     _tried.append(check_precision(precision))
     try:

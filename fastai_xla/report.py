@@ -60,13 +60,14 @@ class CostLog:
         spent = self._book(phase, phase, *[f'steady {phase}']*steady, where=f'{phase}, {where}')
         if steady: self.host[phase].append(spent)
 
-    def n_steady(self,
-        phase:str, # 'training' or 'validation'
-    ) -> int: # Batches after those that compile
-        "How many batches of the fit were steady"
-        return self.steady[phase]
-
 # %% ../nbs/api/02_report.ipynb #b82f3ea1
+@patch
+def n_steady(self:CostLog,
+    phase:str, # 'training' or 'validation'
+) -> int: # Batches after those that compile
+    "How many batches of the fit were steady"
+    return self.steady[phase]
+
 @patch
 def host_ms(self:CostLog,
     phase:str='training', # 'training' or 'validation'

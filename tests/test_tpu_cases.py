@@ -70,10 +70,11 @@ def test_operations_of_resnet50():
 def test_operations_of_a_bottleneck():
     from torchvision.models.resnet import Bottleneck
     x,y = torch.rand(16, 64, 28, 28),TensorCategory(torch.arange(16)%4)
-    dls = Datasets(L(range(16)), [[lambda i: x[i%8]], [y.__getitem__]], splits=[list(range(8)), list(range(8, 16))]).dataloaders(bs=8, num_workers=0)
+    dsets = Datasets(L(range(16)), [[lambda i: x[i%8]], [y.__getitem__]], splits=[list(range(8)), list(range(8, 16))])
     down = nn.Sequential(nn.Conv2d(64, 256, 1, bias=False), nn.BatchNorm2d(256))
-    net = nn.Sequential(nn.Conv2d(64, 64, 1, bias=False), Bottleneck(64, 64, downsample=down), nn.AdaptiveAvgPool2d(1), Flatten(), nn.Linear(256, 4))
-    r = report(Learner(dls, net, loss_func=CrossEntropyLossFlat(), opt_func=SGD), valid=False)
+    body = nn.Conv2d(64, 64, 1, bias=False),Bottleneck(64, 64, downsample=down)
+    net = nn.Sequential(*body, nn.AdaptiveAvgPool2d(1), Flatten(), nn.Linear(256, 4))
+    r = report(Learner(dsets.dataloaders(bs=8, num_workers=0), net, loss_func=CrossEntropyLossFlat(), opt_func=SGD), valid=False)
     first = conv(28, 64, 64)
     by_hand = 8*2*(3*(first + bottleneck(28, 64, 64, 256, 1) + 256*4) - first)
     assert abs(r.flops/by_hand - 1) < .03, r.flops/by_hand

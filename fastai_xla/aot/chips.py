@@ -88,6 +88,7 @@ def target(
     if sep: has = next((n for n,g in known.items() if rest == (g if sep == ':' else str(n*chip.cores))), 0)
     else: has = devices
     if has not in known: raise ValueError(_unknown(repr(topology) if sep else f'{topology!r} with {devices} devices'))
-    if devices not in (1, has): raise ValueError(f"A {topology!r} has {has} devices, and `devices={devices}` was asked for. Give one of the two.")
+    if devices not in (1, has):
+        raise ValueError(f"A {topology!r} has {has} devices, and `devices={devices}` was asked for. Give one of the two.")
     devices = has
     return Target(chip, known[devices], devices)

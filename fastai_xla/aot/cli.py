@@ -32,7 +32,8 @@ def tpu_cli(
     except ValueError as e: sys.exit(str(e))
     if why := cannot_compile(): sys.exit(f"Nothing can be compiled for a TPU here: {why}")
     learn = _make_learner(source)()
-    if not isinstance(learn, Learner): sys.exit(f"`make_learner` of {source} has returned {type(learn).__name__}, and is to return a `Learner`.")
+    if not isinstance(learn, Learner):
+        sys.exit(f"`make_learner` of {source} has returned {type(learn).__name__}, and is to return a `Learner`.")
     learn.to_xla()
     report = learn.tpu_report(topology, size=size, limit=limit)
     print(report)

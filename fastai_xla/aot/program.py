@@ -93,6 +93,7 @@ def _turns(lines):
     counts = any('ROOT' in l and ' compare(' in l and 'direction=LT' in l for l in lines)
     return int(ns[0]) if counts and len(ns) == 1 else 1
 
+# %% ../../nbs/api/09d_aot.program.ipynb #69a2074a
 def computations(
     text:str, # A program
 ) -> tuple: # Name -> list of `Instr`, and the name of the first

@@ -61,6 +61,7 @@ class CompiledProgram:
         where = f" (module {place[1] or 'of the whole model'}; {place[2]})" if place else ''
         return f"does not compile: {self.message.strip().splitlines()[0]}{where}"
 
+# %% ../../nbs/api/09f_aot.report.ipynb #84d2361a
 def _gib(n):
     if n < 0: return f'-{_gib(-n)}'
     return f'{n/2**30:.2f} GiB' if n >= 2**27 else f'{n/2**20:.1f} MiB' if n >= 2**17 else f'{n/2**10:.1f} KiB'
@@ -137,6 +138,7 @@ def host_text(self:TPUReport) -> str: # A sentence or two
     return (f"{text}, and the device needs {ms:.3g} ms at best: bound by the host below a batch of {self.host_bound:,}, at most. "
             f"Take a larger batch, or `to_xla(steps_per_execution={min(32, 2**int(1+math.log2(self.host_ms/ms)))})`.")
 
+# %% ../../nbs/api/09f_aot.report.ipynb #cb5d58da
 @patch(as_prop=True)
 def table(self:TPUReport) -> pd.DataFrame: # A column for each program
     "Memory, operations and bounds"

@@ -107,8 +107,8 @@ class LearnerProgram:
 # %% ../../nbs/api/09e_aot.take.ipynb #78a76271
 class _Taken(BaseException): "A program has been taken: no error, and nothing that a fit would catch"
 
-_pieces = ("The {} of this learner is no single program: a value is read within it, by a callback or the model, so that it is computed in pieces, "
-           "and a report of one of them would tell of a part. Leave that callback out, or let it read in `after_batch`. ({})")
+_pieces = ("The {} of this learner is no single program: a value is read within it, by a callback or the model, so that it is computed "
+           "in pieces, and a report of one of them would tell of a part. Leave that callback out, or let it read in `after_batch`. ({})")
 
 def _accumulated(learn):
     "Gradients as a batch leaves them, and an optimizer that steps in the next one"
@@ -118,6 +118,7 @@ def _accumulated(learn):
         for p in learn.model.parameters():
             if p.requires_grad and p.grad is None: p.grad = torch.zeros_like(p)
 
+# %% ../../nbs/api/09e_aot.take.ipynb #78a7627a
 class _Take(Callback):
     "Take the first program of training or validation"
     order = 999   # before `XLAOptCallback`
@@ -193,7 +194,7 @@ def take_programs(
     if not hasattr(learn, 'xla_opt'):
         raise RuntimeError("This learner is not on an XLA device, where programs are traced. Call `learn.to_xla()` first.")
     if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
-        raise ValueError(f"size={size!r} is no number of items in a batch. Give an integer from 1 on, or leave it out for the dataloader's.")
+        raise ValueError(f"size={size!r} is no number of items in a batch. Give an integer from 1 on; without it, it is the dataloader's.")
     if not any(p.requires_grad for p in learn.model.parameters()):
         raise ValueError("No parameter of this model is to be trained, so there is no training step. `learn.unfreeze()`?")
     valid = valid and len(learn.dls.loaders) > 1 and len(learn.dls.valid)

@@ -85,6 +85,7 @@ def _cut(input, pad_idx, bptt, max_len):
     kept = ((longest-max_len).clamp(min=0)+bptt-1)//bptt*bptt
     return torch.arange(sl, device=input.device) < kept + (sl-n)//bptt*bptt - (longest-n)//bptt*bptt
 
+# %% ../../nbs/api/04h_compat.text.ipynb #4afa09fc
 @patch
 def forward(self:SentenceEncoder, input):
     if not is_xla(input): return self._orig_forward(input)
