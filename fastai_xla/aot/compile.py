@@ -67,7 +67,7 @@ def _wait(p, limit, told):
     start = time.monotonic()
     while (spent := time.monotonic()-start) < limit:
         if told: print(f'\r{told} ... {spent:.0f} s', end='', file=sys.stderr, flush=True)
-        try: p.wait(1)
+        try: p.wait(min(1, limit-spent))
         except subprocess.TimeoutExpired: continue
         return True
     return False
