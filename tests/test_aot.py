@@ -10,12 +10,11 @@ import fastai_xla.aot.compile as compiling
 import fastai_xla.capture.recording
 from fastai.vision.all import *
 from fastai_xla.all import *
-from fastai_xla.aot.chips import target
 from fastai_xla.aot.compile import cannot_compile
 from fastai_xla.aot.chips import target
 from fastai_xla.aot.program import Program
 from fastai_xla.aot.take import take_programs
-from fastai_xla.cases import language_model
+from fastai_xla.cases import gan, language_model
 from fastai_xla.runtime import programs_to
 from fastai_xla.graphs import rng_state, stablehlo, stablehlo_text
 from fastai_xla.transfer import fetch
@@ -69,7 +68,7 @@ def test_step_that_is_recorded_later_is_the_one_that_is_taken():
 
 def test_programs_of_one_learner_after_another():
     "A first step that makes state is run, so that nothing is left pending"
-    for f in (small, language_model, partial(small, opt_func=partial(OptimWrapper, opt=torch.optim.NAdam))):
+    for f in (small, language_model, gan, partial(small, opt_func=partial(OptimWrapper, opt=torch.optim.NAdam))):
         learn = quiet(f()).to_xla()
         assert len(take_programs(learn)) == 2
         with learn.no_logging(): learn.fit(1)
@@ -197,6 +196,21 @@ def test_host_time_stands_beside_the_bound():
     assert r.host_bound == int(16*r.host_ms/r.bound_ms) and f'below a batch of {r.host_bound:,}' in str(r)
     r.host_ms = r.bound_ms/2
     assert 'less than the device needs' in r.host_text
+
+@needs_compiler
+def test_bound_is_that_of_a_step():
+    r = small().to_xla(steps_per_execution=2).tpu_report(valid=False, verbose=False)
+    assert r.step.traced.steps == 2 and r.bound_ms == max(r.step.bounds.values())/2 and f'{r.bound_ms:.3g} ms at best' in r.verdict
+
+@needs_compiler
+def test_no_batch_to_try():
+    with pytest.raises(ValueError, match='leaves no batch to try'): largest_batch(small().to_xla(), most=0)
+
+@needs_compiler
+def test_script_whose_function_gives_no_learner(tmp_path):
+    (tmp_path/'script.py').write_text('def make_learner(): return 3')
+    run = subprocess.run([Path(sys.executable).with_name('fastai_xla_tpu'), tmp_path/'script.py'], capture_output=True, text=True)
+    assert run.returncode == 1 and 'has returned int, and is to return a `Learner`' in run.stderr and not run.stdout
 
 @needs_compiler
 def test_types_of_the_bytes_moved():

@@ -138,9 +138,10 @@ class _Take(Callback):
             donated = [t for t in graph_inputs(roots)[1] if buffers([t])[0] in ours]
         r = learn.xla_opt.replay
         why = '' if recorded else r.reason if r else 'replay is off'
-        if not recorded and n_executions() > self.ran: raise RuntimeError(_pieces.format(kind, why))
+        again = not recorded and not self.second and 'within the step' in why   # it has made state, and the next may be recorded
+        if not (recorded or again) and n_executions() > self.ran: raise RuntimeError(_pieces.format(kind, why))
         self.program = LearnerProgram(kind, roots, donated, self.roles, self.size, self.steps, why)
-        if recorded or self.second or 'within the step' not in why: raise _Taken   # else it has made state, and the next may be recorded
+        if not again: raise _Taken
 
     def batches(self):
         "In the place of `Learner.all_batches`"
