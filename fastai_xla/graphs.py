@@ -14,14 +14,14 @@ __all__ = ['pending', 'graph_text', 'hlo_text', 'stablehlo', 'stablehlo_text', '
 # %% ../nbs/api/00b_graphs.ipynb #78c9b5c2
 import os
 from collections import Counter
-from functools import cache
 from contextlib import contextmanager
 
 import torch
 from fastcore.all import *
 
 from .runtime import *
-from .runtime import _XLAC, _broken, _runs, _takers, _version
+from .runtime import _XLAC, _broken, _runs, _seeds, _takers, _version
+from .mesh import *
 from .transfer import *
 
 # %% ../nbs/api/00b_graphs.ipynb #9531f8a2
@@ -109,17 +109,19 @@ def memory_info() -> dict: # Empty where the device keeps no account, as the CPU
     except RuntimeError: return {}
 
 # %% ../nbs/api/00b_graphs.ipynb #84774d31
-@cache
-def _here(): return str(torch_xla.device())
+def _here(): return _XLAC._xla_get_default_device()
 
 def manual_seed(
     seed:int, # Any integer
 ):
-    "Seed the random numbers of the XLA device"
-    if torch_xla and not _broken: _XLAC._xla_set_rng_seed(seed % 2**64, _here())
+    "Seed the random numbers of the XLA device. To seed is not to use it: one of several devices, or all, that can be said later"
+    if not torch_xla or _broken: return
+    if n_devices() > 1 and not _XLAC._xla_get_spmd_config_is_locked(): _seeds[:] = [seed % 2**64]
+    else: _XLAC._xla_set_rng_seed(seed % 2**64, _here())
 
 def rng_state() -> int: # State to give to `manual_seed`
     "The random state of the XLA device"
+    if _seeds: return _seeds[0]
     return _XLAC._xla_get_rng_seed(_here()) if torch_xla and not _broken else 0
 
 # %% ../nbs/api/00b_graphs.ipynb #a5584663

@@ -35,6 +35,7 @@ from .mixed import *
 from .learner_step import *
 from .replay import *
 from .moves import *
+from .parallel import *
 from .opt_callback import *
 from .opt_callback import _check_default, _move_dls, _opt_params
 import fastai_xla.loop
@@ -62,6 +63,9 @@ def _recorder(learn, n_steps, replay):
 @patch
 def to_xla(self:Learner,
     device:torch.device|str|int|None=None, # XLA device, its name or number; the first one by default
+    devices:int|str|None=None, # 'all' (or their number) shares each batch among all devices of the process; one device by default
+    # 'fsdp' splits parameters and the optimizer's state over the devices as well, for models that do not fit on one
+    shard:str|None=None,
     # Record each step once and run it again, where that is proved safe? `False` traces every step; `True` warns of what
     # cannot be recorded
     replay:bool|str='auto',
@@ -70,8 +74,12 @@ def to_xla(self:Learner,
     # What products of float32 numbers keep on a TPU: 'default' (8 bits), 'high' (16) or 'highest' (24). One setting for the process,
     # left as it is by default
     matmul_precision:str|None=None,
+    mesh=None, # `xs.Mesh` of torch_xla with an axis 'data', over which batches are split, and others for `param_spec`
+    # Function that gives for a parameter's name the axes of the mesh along which it is split, as `('model', None)`, or `None`
+    param_spec=None,
 ) -> Learner: # The learner itself
     "Train, validate and predict on an XLA device from now on"
+    spread_as = spread(self, device, devices, shard, mesh, param_spec)
     device = _as_xla_device(device)
     if replay not in (True, False, 'auto'):
         raise ValueError(f"to_xla(replay={replay!r}): this takes 'auto', which records steps where that is safe, `True`, which warns "
@@ -94,6 +102,7 @@ def to_xla(self:Learner,
     register_lowerings()
     if hasattr(self, 'xla_opt'): self.xla_opt.device = device
     else: _attach(self, XLAOptCallback(device))
+    self.xla_opt.layout = spread_as
     self.xla_opt.replay,self.replayed = _recorder(self, steps_per_execution, replay) if replay else None,None
     settle(self)
     return self

@@ -67,14 +67,14 @@ def one_batch(self:Learner, i, b):
 @patch
 def _do_one_batch(self:Learner):
     r = _replay(self)
-    if r is None or not r.open: return self._orig__do_one_batch()
+    if r is None or not r.open: return do_step(self)
     if r.batch(): return
     if r.raws is not None:
         r.transform()
         r.raws,r.apart = None,r.reason
         if not r.interrupt and r.batch(): return
     r.plain[r.reason] += 1
-    self._orig__do_one_batch()
+    do_step(self)
     if r.interrupt: raise r.interrupt   # of the keyboard; a callback that has raised it has done so again by now
 
 # %% ../nbs/api/06c_loop.ipynb #5b1f09ac

@@ -43,8 +43,8 @@ def move_learner(
     device:torch.device, # Where to
 ):
     "Move model and loss; hooks, gradients and the optimizer's state follow each parameter"
-    returned,moved = _returned(learn),{}
-    for m in modules_of(learn): moved |= move_module(m, device)
+    returned,moved,axes = _returned(learn),{},learn.xla_opt.layout.of(modules_of(learn))
+    for m in modules_of(learn): moved |= move_module(m, device, axes)
     new = {p: moved.get(q, q) for p,q in returned.items()}
     keep_hooks(new)
     new |= moved

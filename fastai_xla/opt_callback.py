@@ -26,6 +26,7 @@ from .compat.learner import *
 from .compat.optimizer import *
 from .hidden import *
 from .mixed import *
+from .parallel import *
 from .learner_step import *
 from .moves import *
 
@@ -63,10 +64,12 @@ def settle(
     "Put the model on the learner's XLA device, and let its optimizer hold the model's parameters and no others"
     device = learn.xla_opt.device
     if getattr(learn.dls, 'device', None) != device: _move_dls(learn.dls, device)
+    use_device(device)
     move_learner(learn, device)
     for m in (learn.model, loss_module(learn)):
         if m is not None: explain_mixed(m)
     learn.xla_opt.hidden()
+    learn.xla_opt.layout.place(modules_of(learn))
     if learn.opt is None or not opt: return
     if others := _other_params(learn):
         if not isinstance(learn.opt_func, OptimWrapper): _renew_opt(learn)
@@ -87,6 +90,7 @@ class XLAOptCallback(Callback):
     ):
         self.device,self.log,self.fitting,self.replay,self.ran = device,CostLog(),False,None,False
         self.shapes,self.told = {},set()   # of batches in this fit; what has been told of tensors in attributes
+        self.layout = ParamLayout()   # on many devices
         self.homes = {}   # (module, name) -> the parameter that was there when the model was moved last
 
     def before_fit(self):
@@ -94,6 +98,7 @@ class XLAOptCallback(Callback):
         self.shapes = {}
         if self.opt is not None: init_state(self.opt)
         self.settle()
+        if self.opt is not None: self.layout.place(modules_of(self.learn), [innermost(self.opt)])
         if self.fitting: self.log.between('before the fit')
 
     def settle(self,
@@ -142,6 +147,7 @@ def hidden(self:XLAOptCallback):
 
 @patch
 def _between(self:XLAOptCallback, where):
+    use_device(self.device)
     move_learner(self.learn, self.device)   # a callback may have had it on the CPU
     self.hidden()   # or reset it
     self.settle()

@@ -18,6 +18,7 @@ from fastcore.all import *
 from fastai.callback.core import *
 from fastai.learner import Learner
 
+from .mesh import layout
 from .precision import matmul_precision
 from .capture.state import *
 from .capture.effects import is_library
@@ -77,7 +78,7 @@ def _batch_key(self:Recordings, inputs, spec):
     "The part of the key that may be another for the next batch, even where nobody's code has run in between"
     counters = [m.step_key(*self.sizes.get(m, ())) for m in self.watch.keyed if m.training] if self.watch else []
     with torch._C.DisableTorchFunctionSubclass():
-        kinds = [(t.shape, t.dtype, type(t)) if isinstance(t, torch.Tensor) else t for t in inputs]
+        kinds = [(t.shape, t.dtype, type(t), layout(t)) if isinstance(t, torch.Tensor) else t for t in inputs]
     return self.learn.training,self.raws and len(self.raws),spec,tuple(counters),tuple(kinds)
 
 # %% ../nbs/api/06ab_recordings.ipynb #d9e36aa1

@@ -16,6 +16,7 @@ from torch import nn
 from fastcore.all import *
 
 from .runtime import *
+from .mesh import *
 from .runtime import _XLAC, _looks
 
 # %% ../nbs/api/00a_transfer.ipynb #2f19699b
@@ -56,6 +57,25 @@ def functional(
     return torch._to_functional_tensor(o) if made else o
 
 # %% ../nbs/api/00a_transfer.ipynb #98feb4e3
+def _put(whole, shards, places):
+    "Put the shards of a tensor where they belong in the `whole`; those of a split that is uneven are padded"
+    for (shard,_),(_,at) in zip(shards, places):
+        if at is Ellipsis: whole.copy_(shard)
+        else: whole[tuple(at)] = shard[tuple(slice(max(0, i.stop-i.start)) for i in at)]
+    return whole
+
+def _fetch(ts):
+    "Tensors on the host. Those that are split over devices come in shards: else torch_xla compiles a program for each, to gather it"
+    if mesh() and any(_XLAC._check_tensor_need_materialization(ts)): _XLAC._xla_sync_multi(ts, [], True, False)
+    split = [t for t in ts if is_split(t)]
+    if not split: return _XLAC._xla_get_cpu_tensors(ts)
+    _XLAC._xla_wait_device_ops([])   # a program may be running
+    found = zip(split, _XLAC._get_local_shards(split), _XLAC._get_local_shard_replica_and_indices(split))
+    home = {id(t): _put(torch.empty(t.shape, dtype=shards[0][0].dtype), shards, places) for t,shards,places in found}
+    whole = [t for t in ts if id(t) not in home]
+    home |= zip(map(id, whole), _XLAC._xla_get_cpu_tensors(whole) if whole else ())
+    return [home[id(t)] for t in ts]
+
 def fetch(
     o, # Tensor, or lists, tuples and dicts of tensors and other things
 ): # `o` with CPU tensors, of the same types, in place of XLA tensors
@@ -63,7 +83,7 @@ def fetch(
     ts = _xla_tensors(o, [])
     if not ts: return o
     # of the tensors themselves: reading through a view of a parameter makes its next update another graph
-    host = _XLAC._xla_get_cpu_tensors(compute_apart(ts))
+    with torch._C.DisableTorchFunctionSubclass(): host = _fetch(compute_apart(ts))
     return _replaced(o, {id(t): _as_type_of(t, h) for t,h in zip(ts, host)})
 
 def _send1(t, device):
@@ -77,9 +97,14 @@ def _send1(t, device):
 def send(
     ts:list, # CPU tensors
     device:torch.device, # Any device
+    axes:list=(), # As for `lay_out`, for each of `ts`; by default each of several devices has a whole copy
 ) -> list: # Tensors of plain type, on `device`
     "Send tensors to `device`, ready to be updated in place"
-    with torch.no_grad(): return [_send1(t, device) for t in ts]
+    with torch.no_grad():
+        res = [_send1(t, device) for t in ts]
+        if is_xla(device) and mesh():
+            for t,a in zip(res, axes or [()]*len(res)): lay_out(t, a)
+        return res
 
 # %% ../nbs/api/00a_transfer.ipynb #e385236d
 def _retyped(t, n):
@@ -98,7 +123,7 @@ def send_batch(
     with torch._C.DisableTorchFunctionSubclass():
         plain = [t.as_subclass(torch.Tensor) for t in ts]
         if not hasattr(_XLAC, '_xla_tensors_from_aten'): new = [t.to(device) for t in plain]   # as many transfers as tensors
-        else: new = _XLAC._xla_tensors_from_aten(plain, [str(device)]*len(plain))
+        else: new = _XLAC._xla_tensors_from_aten(plain, [str(device)]*len(plain), *batch_shardings(plain))
         return [_retyped(t, n) for t,n in zip(ts, new)]
 
 # %% ../nbs/api/00a_transfer.ipynb #23d7cd49
@@ -137,14 +162,15 @@ def keep_hooks(
 def move_module(
     module:nn.Module, # Module to move, in place
     device:torch.device|str, # Where to
+    axes=lambda t: (), # Function that gives a parameter's or buffer's, as for `lay_out`
 ) -> dict: # Old parameter -> new parameter, for those that have moved
     "Move parameters, gradients, buffers and hooks of `module`; tied parameters stay tied"
     device,owners = torch.device(device),_owners(module)
     away = lambda t: t is not None and (t.device.type,t.device.index or 0) != (device.type,device.index or 0)
-    ts = [t for _,_,p in owners for t in (p, p.grad) if away(t)] + [b for b in module.buffers() if away(b)]
-    ts = list({id(t): t for t in ts}.values())
+    ts = [(t, p) for _,_,p in owners for t in (p, p.grad) if away(t)] + [(b, b) for b in module.buffers() if away(b)]
+    ts,of = zip(*{id(t): (t, p) for t,p in ts}.values()) if ts else ((), ())
     if not ts: return {}
-    new = send(fetch(ts), device)
+    new = send(fetch(list(ts)), device, [axes(p) for p in of] if mesh() else ())
     new = {id(t): n.requires_grad_(t.requires_grad) if t.is_leaf else n for t,n in zip(ts, new)}
     module._apply(lambda t: new.get(id(t), t))
     first,res = {},{}

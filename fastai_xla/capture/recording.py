@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 from fastcore.all import *
 
 from ..runtime import *
+from ..mesh import *
 from ..graphs import *
 from ..transfer import *
 from .state import *
@@ -29,7 +30,7 @@ class Recording:
         inputs:list, # As for `Trace`
         numbers, # Function that gives the `Numbers` of the step
     ):
-        self.fn,self.places,self.get_numbers,self.device = fn,places,numbers,device()
+        self.fn,self.places,self.get_numbers,self.device = fn,places,numbers,here()
         self.runs,self.checks,self.proved,self.doubts,self.moved = 0,0,False,{},''
         self.audited,self.since = 0,0   # the pass over a dataloader, and `runs`, at the last audit
         first = Trace(fn, places, inputs, numbers(), seed=1, search=True)
@@ -47,6 +48,7 @@ class Recording:
                 raise Refused(f"the step reads a tensor of shape {tuple(c.shape)} that is no attribute of the model, the loss or "
                               f"a callback, where a change of it would go unseen; make it a buffer of a module, or an attribute")
         self.shapes = {k: (t.dtype, t.shape, True) for k,(t,(kind,_)) in enumerate(zip(trace.ts, self.sources)) if kind == 'state'}
+        self.layouts = {k: layout(t) for k,t in enumerate(trace.ts)}
         self.of_modules = trace.memory.of_modules
         in_place = {i for i,_ in self.updated}
         self.handle = compile_graph(trace.roots,
@@ -95,6 +97,7 @@ def _plan(self:Recording):
     self.items,self.readers = [r[1:] for _,r in states if r[0] is item],[r for _,r in states if r[0] is not item]
     replaced = {(id(d), k) for d,k,*_ in self.replaced}
     self.attrs = [(r, self.shapes[k]) for k,r in states if not (r[0] is item and id(r[1]) in self.of_modules)]
+    self.laid = [(r, self.layouts[k]) for k,r in states] if mesh() else []   # a program for other layouts would give other numbers
     # the step itself may leave another shape or dtype there
     self.own = [(r, shape) for r,shape in self.attrs if len(r) > 2 and (id(r[1]), r[2]) in replaced]
     at = {(f, *map(id, a)): i for i,(_,(f,*a)) in enumerate(states)}
@@ -157,6 +160,7 @@ def ready(self:Recording,
 ) -> bool:
     "Compute the step's Python numbers. Do they, and what the user's functions read, allow it to go as recorded?"
     if not untouched: self.moved = self.reads.moved()
+    if not untouched and self.laid and any(layout(f(*a)) != was for (f,*a),was in self.laid): return False
     if self.moved or any(_shape(r) != shape for r,shape in (self.own if untouched else self.attrs)): return False
     values = self.numbers.values()
     self.values = None if values is None else self.tape.evaluate(values)

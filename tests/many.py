@@ -1,0 +1,68 @@
+"""What a learner becomes on N virtual devices: `python -m tests.many N file.pt 'spec' ...`, in a process of its own, for N is said before it starts
+
+A spec is `case` or `case/fsdp/plain/2`: a model below or a case of the coverage table, parameters split, no replay, two steps as one."""
+import os, sys, warnings
+n = int(sys.argv[1])
+os.environ.update(CPU_NUM_DEVICES=str(n), PJRT_DEVICE='CPU')
+warnings.filterwarnings('ignore')
+from fastai.vision.all import *
+from fastai_xla.all import *
+from fastai_xla import cases
+from fastai_xla.cases import groups
+from fastai_xla.mesh import layout
+from fastai_xla.runtime import xla_counts
+from fastai_xla.transfer import fetch
+
+class Kept(Callback):
+    "Losses of all batches, and what each has cost"
+    order = 1001
+    def before_fit(self): self.losses,self.valid,self.counts = [],[],[]
+    def after_batch(self):
+        (self.losses if self.training else self.valid).append(self.learn.loss.detach())
+        if self.training: self.counts.append(xla_counts())
+
+class Words(nn.Module):
+    "A transformer of two layers, with dropout"
+    def __init__(self, n=20, d=16):
+        super().__init__()
+        self.emb,self.out = nn.Embedding(n, d),nn.Linear(d, 2)
+        self.blocks = nn.TransformerEncoder(nn.TransformerEncoderLayer(d, 2, 32, dropout=.1, batch_first=True), 2, enable_nested_tensor=False)
+    def forward(self, x): return self.out(self.blocks(self.emb(x)).mean(1))
+
+def words():
+    learn = cases.tokens()
+    learn.model = Words()
+    return learn
+
+models = dict(convnet=lambda: cases.images(aug_transforms(size=24)), tabular=cases.tabular, text=cases.language_model, unet=cases.unet, words=words)
+others = {f'{g}:{c.name}': c for g,cs in groups.items() for c in cs}
+
+def state(learn):
+    opt = getattr(learn.opt, 'opt', learn.opt)
+    inner = [(f'{i}.{k}', t) for i,st in enumerate(opt.state.values()) if isinstance(st, dict) for k,t in st.items() if isinstance(t, torch.Tensor)]
+    return dict(learn.model.state_dict()),dict(inner)
+
+def run(spec):
+    name,*how = spec.split('/')
+    set_seed(0)
+    case = others.get(name)
+    learn = (case.make if case else models[name])()
+    kept = Kept()
+    learn.add_cb(kept)
+    learn.to_xla(devices='all', shard='fsdp' if 'fsdp' in how else None, replay='plain' not in how and 'auto', steps_per_execution=2 if '2' in how else 1)
+    manual_seed(7)
+    before = xla_counts()
+    with learn.no_bar(), learn.no_logging(): case.run(learn) if case else learn.fit(2, 1e-2)
+    weights,inner = state(learn)
+    steps = [b-a for a,b in zip(kept.counts, kept.counts[1:])][-4:]
+    return dict(losses=fetch(kept.losses), valid=fetch(kept.valid), values=[list(v) for v in learn.recorder.values],
+                weights=fetch({k: v.detach() for k,v in weights.items()}), state=fetch(inner), layouts={k: layout(t) for k,t in (weights|inner).items()},
+                compiles=(xla_counts()-before).compiles, steady=[(c.compiles, c.executions, c.to_host-c.looks) for c in steps])
+
+if __name__ == '__main__':
+    res = {}
+    for spec in sys.argv[3:]:
+        try: res[spec] = run(spec)
+        except Exception as e: res[spec] = f'{type(e).__name__}: {e}'
+        print(spec, res[spec] if isinstance(res[spec], str) else res[spec]['values'], flush=True)
+    torch.save(res, sys.argv[2])
