@@ -256,9 +256,9 @@ def transform(self:LearnerStep,
 def do_step(
     learn:Learner, # Learner within a batch
 ):
-    "fastai's step; on many devices with its activations where they should be"
+    "fastai's step; on many devices with its weights where they should be"
     cb = learn.__dict__.get('xla_opt')
-    with cb.layout.holding(learn.xb) if cb else nullcontext(): learn._orig__do_one_batch()
+    with cb.layout.in_step(learn.model, learn.xb) if cb else nullcontext(): learn._orig__do_one_batch()
 
 @patch
 def _step(self:LearnerStep, j):

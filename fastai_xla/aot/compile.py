@@ -99,6 +99,7 @@ def compile_for(
     to:Target, # TPU to compile for
     donated:list=(), # Numbers of inputs whose memory outputs may take over
     split:list=(), # Numbers of inputs that are split over the devices, along their first dimension
+    layouts:list=(), # How each input is laid out on the devices, as XLA writes it, in the place of `split`
     sites:list=(), # What the program's locations mean, kept with it
     limit:float=3600, # Seconds after which the compiler is stopped
     told:str='', # What to tell while one waits; nothing by default
@@ -107,6 +108,7 @@ def compile_for(
     "Compile a program for a TPU, in a process of its own; or what that has given before"
     check_compiler()
     request = dict(topology=to.topology, devices=to.devices, donated=list(donated), split=list(split) if to.devices > 1 else [])
+    if any(layouts): request['layouts'] = list(layouts)
     file = cache_folder()/f'{_key(text, request)}.json.gz'
     if not again and (res := _kept(file)): return res
     with tempfile.TemporaryDirectory() as tmp:

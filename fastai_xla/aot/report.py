@@ -15,6 +15,7 @@ import pandas as pd
 from fastcore.all import *
 from fastai.learner import Learner
 
+from ..mesh import mesh, n_devices
 from ..precision import precision_text
 from .chips import *
 from .compile import *
@@ -76,7 +77,7 @@ def bounds(self:CompiledProgram) -> dict: # 'operations' and 'memory' -> ms
 @patch(as_prop=True)
 def parts(self:CompiledProgram) -> dict: # Bytes
     "What takes the memory"
-    t,m,split = self.traced,self.stats,self.to.devices
+    t,m,split = self.traced,self.stats,1 if any(self.traced.layouts) else self.to.devices
     if not m: return {}
     roles = {r: t.nbytes(r)//(split if r == 'batch' else 1) for r in ('weights', 'optimizer', 'batch', 'other')}
     return roles | {'padding of inputs': max(0, m['inputs']-sum(roles.values())), 'activations and temporaries': m['temporaries'],
@@ -192,7 +193,17 @@ def _repr_html_(self:TPUReport):
 # %% ../../nbs/api/09f_aot.report.ipynb #86494c93
 def _compiled(p, to, limit, verbose, again=False):
     told = f'{p.kind.capitalize()}, batch of {p.size}, for {to.name}' if verbose else ''
-    return CompiledProgram(p, to, compile_for(p.bytecode, p.text, to, p.donated, p.split, p.sites, limit, told, again))
+    return CompiledProgram(p, to, compile_for(p.bytecode, p.text, to, p.donated, p.split, p.layouts, p.sites, limit, told, again))
+
+_other_mesh = ("This learner is on {} devices (`to_xla(devices=...)`), and its programs are for as many, not for the {} of a {}. Ask for a slice of "
+               "that size, or set CPU_NUM_DEVICES={} before Python starts, without a TPU.")
+
+def _target(topology, devices):
+    "The TPU that is asked for; a learner on several devices has programs for as many"
+    n = n_devices() if mesh() else 0
+    to = target(topology, n if n and devices == 1 and not set(topology or '') & {'-', ':'} else devices)
+    if n and to.devices != n: raise ValueError(_other_mesh.format(n, to.devices, to.name, to.devices))
+    return to
 
 def _check_split(size, to):
     if size % to.devices:
@@ -209,7 +220,7 @@ def tpu_report(self:Learner,
 ) -> TPUReport: # True where all programs compile and fit
     "Compile this learner's programs for a TPU, on this machine. No step is run, and nothing of the learner is changed"
     check_compiler()
-    to,host_ms = target(topology, devices),self.xla_opt.log.host_ms() if hasattr(self, 'xla_opt') else None
+    to,host_ms = _target(topology, devices),self.xla_opt.log.host_ms() if hasattr(self, 'xla_opt') else None
     if size: _check_split(size, to)
     programs = take_programs(self, size, valid, to.devices)
     for p in programs: _check_split(p.size, to)
@@ -261,7 +272,7 @@ def largest_batch(
     "The largest batch whose training step fits a TPU's memory"
     check_compiler()
     if most < 1: raise ValueError(f"most={most} leaves no batch to try. Give the largest size that is of interest.")
-    to = target(topology, devices)
+    to = _target(topology, devices)
     def check(n):
         p = _compiled(take_programs(learn, n, False, to.devices)[0], to, limit, verbose)
         if p.message and not p.memory: raise RuntimeError(f"The training step at batch {n} {p.error}")

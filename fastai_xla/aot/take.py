@@ -21,6 +21,7 @@ from fastai.learner import Learner
 from fastai.torch_core import apply
 
 from ..runtime import *
+from ..mesh import *
 from ..graphs import *
 from ..transfer import _xla_tensors
 from ..lowerings.loop import for_tpu
@@ -94,14 +95,15 @@ class LearnerProgram:
         gone = set(buffers(donated)) if donated else set()
         self.bytecode,self.text,self.sites = stablehlo(roots),stablehlo_text(roots),[]
         self.inputs = [Input(*roles.get(b, ('other', '')), tuple(t.shape), t.dtype) for t,b in zip(ts, at)]
+        self.layouts = [layout(t) for t in ts]   # empty texts where the learner runs on one device
         self.donated = [i for i,b in enumerate(at) if b in gone]
     @property
     def split(self): return [i for i,o in enumerate(self.inputs) if o.role == 'batch' and o.shape]
     def nbytes(self,
         role:str, # As in `Input`
     ) -> int:
-        "Bytes of the inputs of a role, without padding"
-        return sum(o.nbytes for o in self.inputs if o.role == role)
+        "Bytes of the inputs of a role on a device, without padding"
+        return sum(o.nbytes//n_parts(l) for o,l in zip(self.inputs, self.layouts) if o.role == role)
     def __repr__(self): return f'{self.kind}, batch of {self.size}, {len(self.inputs)} inputs'
 
 # %% ../../nbs/api/09e_aot.take.ipynb #78a76271
@@ -171,6 +173,7 @@ def _first(dl, size, n):
     raws += raws[:1]*(n-len(raws))
     for b in raws if size else ():
         b.raw = _resized(b.raw, size)
+        for t in _xla_tensors(b.raw, []): lay_out(t, ('data',) if t.dim() else ())
     sync(wait=True)   # memory has another address while it is being computed
     return raws
 

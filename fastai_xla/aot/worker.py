@@ -21,15 +21,16 @@ def _devices(request):
 
 # %% ../../nbs/api/09b_aot.worker.ipynb #022de2b9
 def _annotate(module, request):
-    "Say which arguments are donated, and which are split along their first dimension"
+    "Say which arguments are donated, and how they are laid out: as they are said to be, or split along their first dimension"
     from jax._src.lib.mlir import ir
     main = next(op for op in module.body.operations if op.attributes['sym_name'].value == 'main')
-    donated,split,n,res = set(request['donated']),set(request['split']),request['devices'],[]
+    donated,split,layouts,n,res = set(request['donated']),set(request['split']),request.get('layouts'),request['devices'],[]
     for i,arg in enumerate(main.arguments):
         attrs = {'jax.buffer_donor': ir.BoolAttr.get(True)} if i in donated else {}
         rank = len(ir.RankedTensorType(arg.type).shape)
         tiles = ','.join([str(n), *['1']*(rank-1)])
-        if n > 1: attrs['mhlo.sharding'] = ir.StringAttr.get(f'{{devices=[{tiles}]<=[{n}]}}' if i in split else '{replicated}')
+        layout = layouts[i] if layouts else f'{{devices=[{tiles}]<=[{n}]}}' if i in split else ''
+        if n > 1: attrs['mhlo.sharding'] = ir.StringAttr.get(layout or '{replicated}')
         res.append(ir.DictAttr.get(attrs))
     main.arg_attrs = ir.ArrayAttr.get(res)
 

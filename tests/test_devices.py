@@ -1,0 +1,87 @@
+"""Many devices: each run in a process of its own, on virtual devices of the CPU
+
+Losses are compared with one device's to 1e-6 of their size, weights to 1e-5 of the largest in their tensor."""
+import os, subprocess, sys
+from math import prod
+from pathlib import Path
+import pytest, torch
+
+root = Path(__file__).resolve().parent.parent
+
+def python(args, n, **env):
+    "Output of a process with `n` devices"
+    env = {k: v for k,v in os.environ.items() if k not in ('WORLD_SIZE', 'XLA_USE_SPMD')} | dict(CPU_NUM_DEVICES=str(n), PYTHONPATH=str(root)) | env
+    res = subprocess.run([sys.executable, '-W', 'ignore', *args], cwd=root, env=env, capture_output=True, text=True)
+    assert res.returncode == 0, res.stdout[-2000:] + res.stderr[-4000:]
+    return res.stdout
+
+def train(tmp_path, n, *specs):
+    "Spec -> what `many.run` gives"
+    python(['-m', 'tests.many', str(n), str(tmp_path/f'{n}.pt'), *specs], n)
+    res = torch.load(tmp_path/f'{n}.pt', weights_only=False)
+    assert not (failed := {k: v for k,v in res.items() if isinstance(v, str)}), failed
+    return res
+
+def apart(a, b): return (torch.as_tensor(a)-torch.as_tensor(b)).abs().max().item()
+def stack(ts): return torch.stack([t.as_subclass(torch.Tensor) for t in ts])
+def loss_error(a, b): return ((stack(a['losses'])-stack(b['losses'])).abs()/stack(a['losses']).abs()).max().item()
+def errors(a, b):
+    "Weight -> difference, as a part of the largest in its tensor"
+    return {k: apart(w, b['weights'][k])/max(w.abs().max().item(), 1e-12) for k,w in a['weights'].items() if w.is_floating_point() and w.numel()}
+
+def same(a, b):
+    return all(torch.equal(torch.as_tensor(v), torch.as_tensor(b[part][k])) for part in ('weights', 'state') for k,v in a[part].items()) \
+        and torch.equal(stack(a['losses']), stack(b['losses']))
+
+# Their true gradient is zero, or nearly: what Adam makes of it is rounding. A bias before BatchNorm, and that of attention's keys
+no_gradient = dict(convnet=(), tabular=(), text=(), words=('in_proj_bias',), unet=('bias', 'weight'))
+loss_tol = dict(unet=1e-5)   # twelve layers with BatchNorm: another order of sums is 4e-6 at the end
+weight_tol = dict(unet=1e-4)
+slow = ('unet', 'text')
+
+@pytest.mark.parametrize('name', no_gradient)
+def test_models(name, tmp_path):
+    one = train(tmp_path, 1, name)[name]
+    plain = [] if name in slow else [f'{name}/plain', f'{name}/fsdp/plain']
+    four = train(tmp_path, 4, name, f'{name}/fsdp', *plain)
+    for how,r in four.items():
+        assert loss_error(one, r) < loss_tol.get(name, 1e-6), how
+        assert apart(one['values'], r['values']) < 1e-4*max(map(abs, one['values'][0])), how
+        wrong = {k: v for k,v in errors(one, r).items() if v > weight_tol.get(name, 1e-5) and not k.endswith(no_gradient[name])}
+        assert not wrong, (how, wrong)
+    assert all(same(four[p.removesuffix('/plain')], four[p]) for p in plain)
+    for how in (name, f'{name}/fsdp'): assert [c[:2] for c in four[how]['steady'][:3]] == [(0, 1)]*3
+    assert four[name]['sent'][0] == four[name]['sent'][1]
+    split = {k for k,v in four[f'{name}/fsdp']['layouts'].items() if v != '{replicated}'}
+    assert {k for k,w in one['weights'].items() if w.dim() > 1} & split and set(four[name]['layouts'].values()) == {'{replicated}'}
+    for which in ('weights', 'state') if name in ('text', 'words') else ():
+        whole,part = held(four[f'{name}/fsdp'], which)
+        assert part < 1.05/4*whole
+
+def held(r, which):
+    "Bytes of `weights` or `state`, and of them those on one of the devices"
+    def parts(text): return prod(int(i) for i in text[len('{devices=['):text.index(']')].split(',')) if 'devices' in text else 1
+    ts = {k: t for k,t in r[which].items() if 'running' not in k and 'batches' not in k}
+    return sum(t.nbytes for t in ts.values()),sum(t.nbytes/parts(r['layouts'][k]) for k,t in ts.items())
+
+def test_two_and_eight(tmp_path):
+    one = train(tmp_path, 1, 'convnet')['convnet']
+    for n in (2, 8):
+        for how,r in train(tmp_path, n, 'convnet', 'convnet/fsdp', 'convnet/2').items():
+            assert loss_error(one, r) < 1e-6 and max(errors(one, r).values()) < 1e-5, (n, how)
+
+def test_faults_are_seen(tmp_path):
+    "BatchNorm that is not synchronised gives other losses; labels that are not split are sent four times"
+    one,ghost = train(tmp_path, 1, 'convnet', 'convnet/ghost').values()
+    assert loss_error(one, ghost) > 1e-4
+    whole = train(tmp_path, 4, 'convnet/whole')['convnet/whole']
+    assert loss_error(one, whole) < 1e-6 and whole['sent'][1] == whole['sent'][0] + 3*16*8
+
+def test_uneven_batches(tmp_path):
+    names = [f'batch{n}' for n in (50, 18, 3, 1)]
+    one,four = train(tmp_path, 1, *names),train(tmp_path, 4, *names)
+    for k in names:
+        assert apart(stack(one[k]['losses']), stack(four[k]['losses'])) < 2e-6, k
+        assert apart(one[k]['values'], four[k]['values']) < 2e-6, k
+        for n,w in one[k]['weights'].items():
+            if 'running' in n: assert apart(w, four[k]['weights'][n]) < 2e-6, (k, n)

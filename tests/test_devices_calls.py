@@ -1,0 +1,106 @@
+"""What `to_xla(devices=...)` says and does where it is called late, wrongly or twice; each in a process of its own"""
+import pytest
+from test_devices import python
+
+head = """
+import sys, warnings
+from fastai.vision.all import *
+from fastai_xla.all import *
+from fastai_xla import cases
+from fastai_xla.mesh import layout, mesh
+from fastai_xla.transfer import fetch
+def learner(): return cases.images().add_cb(Callback())
+def tells(f, *args, **kwargs):
+    try: f(*args, **kwargs)
+    except (ValueError, RuntimeError) as e: print(type(e).__name__, e)
+    else: print('no error')
+"""
+
+def says(code, n=4, **env): return python(['-c', head+code], n, **env)
+
+@pytest.mark.parametrize('code,words', [
+    ("learner().to_xla(); tells(learner().to_xla, devices='all')", 'RuntimeError|has used one of its 4 devices already|Restart the notebook'),
+    ("torch.ones(2, device='xla'); tells(learner().to_xla, devices='all')", 'RuntimeError|has used one of its 4 devices already'),
+    ("tells(learner().to_xla, devices=3)", 'ValueError|this process has 4|CPU_NUM_DEVICES'),
+    ("tells(learner().to_xla, devices='both')", "ValueError|this takes 'all'"),
+    ("tells(learner().to_xla, devices=9)", 'ValueError|this process has 4'),
+    ("tells(learner().to_xla, 1, devices='all')", 'ValueError|one device, or all of them'),
+    ("tells(learner().to_xla, devices='all', shard='zero')", "ValueError|this takes 'fsdp'"),
+    ("import torch_xla.distributed.spmd as xs; tells(learner().to_xla, mesh=xs.Mesh(range(4), (2, 2), ('x', 'y')))", "ValueError|the axis 'data'"),
+    ("learner().to_xla(devices='all'); tells(learner().to_xla, devices=1)", 'ValueError|Restart Python to use one device')])
+def test_errors(code, words):
+    out = says(code)
+    assert all(w in out for w in words.split('|')), out
+
+def test_world_size():
+    out = says("tells(learner().to_xla)", n=1, WORLD_SIZE='4')
+    assert 'RuntimeError' in out and 'WORLD_SIZE is 4' in out
+    assert 'no error' in says("tells(learner().to_xla)", n=1, WORLD_SIZE='1')
+
+def test_told_once():
+    out = says("""
+with warnings.catch_warnings(record=True) as w:
+    warnings.simplefilter('always')
+    learner().to_xla(), learner().to_xla()
+print([str(o.message) for o in w if 'devices' in str(o.message)])""")
+    assert out.count("1 of 4 devices is used: `learn.to_xla(devices='all')`") == 1
+
+def test_uneven_is_told():
+    out = says("""
+learn = learner()
+learn.dls = DataLoaders(*[dl.new(bs=18) for dl in learn.dls.loaders])
+with warnings.catch_warnings(record=True) as w:
+    warnings.simplefilter('always')
+    learn.to_xla(devices='all')
+print([str(o.message) for o in w])""")
+    assert 'A batch of 18 is split unevenly over 4 devices' in out
+
+def test_seed_before_the_devices():
+    "To seed does not decide for one device; and the seed holds"
+    code = "manual_seed(5); learn = learner(); learn.to_xla(devices='all'); print(fetch(torch.rand(4, device='xla')).tolist())"
+    assert says(code) == says(code, n=1) != says(code.replace('5', '6'))
+
+def test_one_device_is_no_mesh():
+    assert 'None' in says("learner().to_xla(devices='all', shard='fsdp'); print(mesh())", n=1)
+
+def test_layout_is_guarded():
+    "A recording for a batch that is split by rows does not serve one that is split by columns"
+    out = says("""
+from fastai_xla import recordings
+from fastai_xla.mesh import lay_out
+class Turn(Callback):
+    order = -50
+    def before_batch(self):
+        if self.iter in (5, 6, 7): lay_out(self.learn.xb[0], (None, None, 'data'))
+def losses(guarded):
+    recordings.layout = layout if guarded else lambda t: ''
+    set_seed(0)
+    learn = cases.images(cbs=Turn())
+    learn.to_xla(devices='all')
+    with learn.no_bar(), learn.no_logging(): learn.fit(1, 1e-3)
+    return learn.recorder.losses
+plain = losses(True)
+set_seed(0)
+learn = cases.images().to_xla()
+with learn.no_bar(), learn.no_logging(): learn.fit(1, 1e-3)
+print('APART', max(abs(a-b) for a,b in zip(plain, learn.recorder.losses)).item() < 1e-5)
+try: wrong = losses(False)
+except Exception as e: print('SEEN')
+else: print('SEEN' if max(abs(a-b) for a,b in zip(wrong, plain)) > 1e-3 else 'NOT SEEN')""")
+    assert 'APART True' in out and '\nSEEN' in out, out
+
+def test_second_device():
+    "Dropout on a second device alone: replayed as retraced"
+    out = says("""
+def losses(replay):
+    set_seed(0)
+    learn = cases.numbers().to_xla(1, replay=replay)
+    manual_seed(3)
+    with learn.no_bar(), learn.no_logging(): learn.fit(2, 1e-3)
+    assert next(learn.model.parameters()).device.index == 1
+    return learn.recorder.losses,learn.xla_report()
+(a,_),(b,report) = losses(False),losses('auto')
+print(max(abs(x-y) for x,y in zip(a, b)).item() < 1e-6, len(a))
+print(report)""")
+    assert out.startswith('True 32') and 'training batch' in out, out
+    assert '1.00' in out.split('training batch')[1].splitlines()[0]
