@@ -42,6 +42,8 @@ _late = ("to_xla(devices=...): this process has used one of its {} devices alrea
          "that puts anything on XLA: no other `to_xla()`, `device()` or `.to('xla')` before it.")
 _world = ("WORLD_SIZE is {}, so a launcher has started several processes, and XLA knows of {} process here: each would train a model of its own, on the "
           "same data, and none would tell. Start one process and call `learn.to_xla(devices='all')`, which uses all devices of the machine.")
+_hosts = ("to_xla(devices=...): this process is one of {}, as in a TPU pod, and each would have to read its own part of the data. That is not "
+          "there yet: use the devices of one host.")
 
 def check_world():
     "Raise where a launcher has started several processes that do not know of each other"
@@ -79,6 +81,7 @@ def start_mesh(
     if n_devices() == 1: return   # nothing to share
     if 'XLA_USE_SPMD' not in os.environ and _XLAC._xla_get_spmd_config_is_locked(): raise RuntimeError(_late.format(n_devices()))
     os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')   # else each compile tells that another partitioner will come one day
+    if torch_xla.runtime.process_count() > 1: raise NotImplementedError(_hosts.format(torch_xla.runtime.process_count()))
     import torch_xla.distributed.spmd as xs
     if 'XLA_USE_SPMD' not in os.environ: torch_xla.runtime.use_spmd()
     _Process.mesh = mesh or xs.Mesh(np.arange(n_devices()), (n_devices(),), ('data',))
@@ -131,7 +134,7 @@ def _spec(n):
     "How tensors of `n` dimensions in a batch are laid out"
     if n not in _Process.specs:
         from torch_xla.distributed.spmd import ShardingSpec
-        _Process.specs[n] = ShardingSpec(_Process.mesh, ('data', *(None,)*(n-1)), minibatch=torch_xla.runtime.process_count() > 1)
+        _Process.specs[n] = ShardingSpec(_Process.mesh, ('data', *(None,)*(n-1)))
     return _Process.specs[n]
 
 def batch_shardings(

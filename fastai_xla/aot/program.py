@@ -136,6 +136,12 @@ def _held(i, where):
 def _moved(i, where): return sum(b.padded for b in _held(i, where))
 
 # %% ../../nbs/api/09d_aot.program.ipynb #25475726
+_link_re = re.compile(r'^\s*(?:ROOT )?%?([\w.\-]+) = .*chain_id="(\d+)"', re.M)
+
+def _beside(text):
+    "Names of collectives that run beside the instructions of several fusions, each of which holds a part: the first of each chain"
+    return set({chain: name for name,chain in reversed(_link_re.findall(text))}.values())
+
 class Program:
     "What is in a compiled program"
     def __init__(self,
@@ -145,6 +151,7 @@ class Program:
         comps,entry = computations(text)
         self.sites = list(sites)
         self.where = {i.name: i.outs for instrs in comps.values() for i in instrs}
+        self.beside = _beside(text)
         self.run = list(scheduled(comps, entry))
         self.inner = [i for instrs in comps.values() for i in instrs]
 
@@ -202,10 +209,16 @@ def padding(self:Program) -> int: # Bytes
 # %% ../../nbs/api/09d_aot.program.ipynb #6b0487cc
 _collectives = 'all-reduce all-gather reduce-scatter all-to-all collective-permute'.split()
 
+def _kind(i):
+    scattered = i.opcode == 'fusion' and i.calls.get('calls', '').startswith('all-reduce-scatter')
+    return 'reduce-scatter' if scattered else i.opcode.removesuffix('-start')
+
 @patch
 def collectives(self:Program) -> pd.DataFrame: # One row for each kind
     "What devices send each other in a step"
-    found = [(i.opcode.removesuffix('-start'), n, sum(b.nbytes for m in i.ins for b in self.where.get(m, ()))*n) for i,n in self.run]
+    beside,ran = self.beside,{i.name for i,_ in self.run}
+    run = self.run + [(i, 1) for i in self.inner if i.name in beside-ran]
+    found = [(_kind(i), n, sum(b.nbytes for m in i.ins for b in self.where.get(m, ()))*n) for i,n in run]
     df = pd.DataFrame([o for o in found if o[0] in _collectives], columns='kind count bytes'.split())
     return df.groupby('kind').sum()
 

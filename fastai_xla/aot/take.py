@@ -9,6 +9,7 @@ __all__ = ['Input', 'LearnerProgram', 'take_programs']
 
 # %% ../../nbs/api/09e_aot.take.ipynb #bece1a13
 import math, sys
+from contextlib import nullcontext
 from itertools import islice
 from typing import NamedTuple
 
@@ -28,6 +29,7 @@ from ..lowerings.loop import for_tpu
 from ..causes import Site, site_of
 from ..op_watch import OpWatch
 from ..data import feed
+from ..parallel import batch_first
 from ..explain import unchanged
 
 # %% ../../nbs/api/09e_aot.take.ipynb #3768156e
@@ -181,7 +183,8 @@ def _taken(learn, take, f, devices):
     learn.__dict__['all_batches'] = take.batches
     sites = _Sites()
     try:
-        with programs_to(take.take), graph_debug(), for_tpu(devices), sites, sites.modules(learn.model): f(cbs=take)
+        with (programs_to(take.take), graph_debug(), for_tpu(devices), sites, sites.modules(learn.model),
+              batch_first() if devices > 1 else nullcontext()): f(cbs=take)
     except _Taken: pass
     drop_pending()
     if take.program: take.program.sites = list(sites.numbers)
