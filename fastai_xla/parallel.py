@@ -195,8 +195,13 @@ def in_step(self:ParamLayout,
 # %% ../nbs/api/06da_parallel.ipynb #0a5d3f22
 _told = []
 _others = "1 of {0} devices is used: `learn.to_xla(devices='all')` shares each batch among all {0}."
-_uneven = ("A batch of {0} is split unevenly over {1} devices: each computes {2} items, and {3} of those are padding. The numbers are right; a batch "
-           "size that is a multiple of {1} wastes nothing.")
+_uneven = ("A batch of {0} is split unevenly over {1} devices: each computes {2} items, with {3} of padding over all of them. The numbers are right; "
+           "a batch size that is a multiple of {1} wastes nothing.")
+_fewer = ("A batch of {0} is not split over {1} devices: each computes all of it, and nothing is gained. Take a batch size that is a multiple "
+          "of {1}; it is that of all devices together.")
+
+def _warn_size(bs, n):
+    if bs and bs % n: warnings.warn((_fewer if bs < n else _uneven).format(bs, n, -(-bs//n), -bs % n))
 
 def _check_spread(device, devices, shard):
     if shard not in (None, 'fsdp'):
@@ -224,6 +229,5 @@ def spread(
     elif n_shards() == 1 and n_devices() > 1 and devices is None and device is None and not _told:
         _told.append(True)
         warnings.warn(_others.format(n_devices()))
-    bs,n = getattr(getattr(learn, 'dls', None), 'bs', None),n_shards()
-    if bs and bs % n: warnings.warn(_uneven.format(bs, n, -(-bs//n), -bs % n))
+    _warn_size(getattr(getattr(learn, 'dls', None), 'bs', None), n_shards())
     return ParamLayout(shard, param_spec)

@@ -104,3 +104,18 @@ print(max(abs(x-y) for x,y in zip(a, b)).item() < 1e-6, len(a))
 print(report)""")
     assert out.startswith('True 32') and 'training batch' in out, out
     assert '1.00' in out.split('training batch')[1].splitlines()[0]
+
+def test_compiled_for_a_tpu():
+    "Weights are gathered and activations are not: what is gathered does not grow with the batch. Parameters are read in parts"
+    pytest.importorskip('libtpu')
+    out = says("""
+from tests.many import words
+def compiled(shard, size):
+    learn = words().to_xla(devices='all', shard=shard)
+    return learn.tpu_report('v5e-4', size=size, valid=False, verbose=False)
+small,large,whole = compiled('fsdp', 16),compiled('fsdp', 64),compiled(None, 16)
+print(small.collectives.loc['all-gather', 'bytes'] == large.collectives.loc['all-gather', 'bytes'] > 0)
+print(set(whole.collectives.index) == {'all-reduce'}, whole.collectives.loc['all-reduce', 'count'] <= 3)
+print(all(r.step.parts[p] < 1.05/4*whole.step.parts[p] for r in (small, large) for p in ('weights', 'optimizer')))
+tells(words().to_xla().tpu_report, 'v5e-8')""")
+    assert out.count('True') == 4 and 'False' not in out and 'This learner is on 4 devices' in out, out
