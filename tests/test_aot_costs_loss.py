@@ -29,8 +29,8 @@ def learner(x, y, model, **kwargs):
     learn.remove_cb(ProgressCallback)
     return learn
 
-def language_model(vocab=8000, bias=False):
-    t = torch.randint(vocab, (32, 33))
+def language_model(vocab=4000, bias=False):
+    t = torch.randint(vocab, (64, 33))
     return learner(t[:,:-1], t[:,1:], nn.Sequential(nn.Embedding(vocab, 64), nn.LayerNorm(64), nn.Linear(64, vocab, bias=bias)))
 
 def step(learn):
