@@ -211,7 +211,7 @@ def detach_xla(self:Learner) -> Learner: # The learner itself, on the CPU
     _move_dls(self.dls, cpu)
     rec = [self.recorder.loss, self.recorder.smooth_loss] if hasattr(self, 'recorder') else []
     for o in (self, *self.cbs, *self.metrics, *rec): _host(o)
-    _last_reports[self] = self.xla_report()
+    if not (report := self.xla_report()).empty: _last_reports[self] = report
     self.xla_opt.learn = None
     del self.xla_opt
     self.replayed = None
@@ -231,7 +231,7 @@ def export(self:Learner, fname='export.pkl', **kwargs):
         settle(self)
 
 # %% ../nbs/api/07_learner.ipynb #74258936
-_not_there = ("This learner has not been on an XLA device, so there is nothing to report. "
+_not_there = ("This learner has not been trained on an XLA device, so there is nothing to report. "
               "Call `learn.to_xla()`, then fit, then `learn.xla_report()`.")
 
 @patch
