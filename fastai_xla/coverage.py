@@ -9,6 +9,7 @@ __all__ = ['measure', 'coverage', 'coverage_cli']
 
 # %% ../nbs/api/14_coverage.ipynb #5428eaba
 import sys, tempfile, time, warnings
+from contextlib import redirect_stdout
 
 import pandas as pd
 from fastcore.all import *
@@ -107,7 +108,8 @@ def coverage_cli(
 ):
     "Print what of fastai keeps the step contract on this machine"
     which = groups.split(',') if groups else None
-    try: df = coverage(which, cpu)
+    try:
+        with redirect_stdout(sys.stderr): df = coverage(which, cpu)   # what cases print is not the table
     except ValueError as e: sys.exit(str(e))
     print(df.to_string())
     print(f'\n{df.kept.sum()} of {len(df)} cases keep the contract on {device()}')
