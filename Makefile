@@ -2,6 +2,9 @@
 # make test    run every notebook and every test
 # make docs    build the site in _docs/
 # make bench   time a training step beside other loops, JAX and the CPU; ARGS='--models convnet' for a part, in some five minutes
+# make dist    build wheel and sdist in dist/, and check what a package index would
+# make in-step   are notebooks and package in step? Shows what nbdev would change
+# make types   check the types of what `fastai_xla.all` exports
 # make foreign NBS=folder   run notebooks of others on the CPU and on XLA and compare; ARGS='--recipes tests/foreign/recipes/fastai --out results.csv'
 # make tpu-check   compile the coverage table's cases for a TPU, without one; ARGS='--groups model' for a part
 # All of them make .venv first, with everything that is needed.
@@ -9,13 +12,26 @@ PYTHON ?= python3
 BIN := .venv/bin
 TPU := $(if $(wildcard /dev/accel0 /dev/vfio/0),[tpu])
 
-.PHONY: demo test docs readme bench foreign tpu-check clean
+.PHONY: demo test in-step dist types docs readme bench foreign tpu-check clean
 
 demo: .venv/installed
 	$(BIN)/fastai_xla_demo
 
 test: .venv/installed-dev
 	$(BIN)/python -m pytest $(ARGS)
+
+dist: .venv/installed-dev
+	rm -rf dist
+	$(BIN)/python -m build
+	$(BIN)/python -m twine check --strict dist/*
+
+in-step: .venv/installed-dev
+	$(BIN)/nbdev-clean
+	$(BIN)/nbdev-export
+	git diff --exit-code
+
+types: .venv/installed-dev
+	$(BIN)/python -m mypy --follow-imports=silent --ignore-missing-imports tests/typed_uses.py
 
 docs: .venv/installed-docs
 	$(BIN)/python docs/build.py

@@ -8,7 +8,8 @@ Docs: https://fastai-xla.github.io/fastai_xla/api/coverage.html.md"""
 __all__ = ['measure', 'coverage', 'coverage_cli']
 
 # %% ../nbs/api/14_coverage.ipynb #5428eaba
-import tempfile, time, warnings
+import sys, tempfile, time, warnings
+from contextlib import redirect_stdout
 
 import pandas as pd
 from fastcore.all import *
@@ -89,6 +90,8 @@ def coverage(
     cpu:bool=True, # Train on the CPU as well, to compare the time per step?
 ) -> pd.DataFrame: # One row per case
     "Measure all cases of some groups"
+    if unknown := [g for g in which or () if g not in groups]:
+        raise ValueError(f"There is no group {unknown[0]!r} of cases. The groups: {', '.join(groups)}")
     rows = []
     for g in progress_bar(which or list(groups)):
         for case in groups[g]:
@@ -104,6 +107,9 @@ def coverage_cli(
     cpu:store_true=False, # Train on the CPU as well, to compare the time per step?
 ):
     "Print what of fastai keeps the step contract on this machine"
-    df = coverage(groups.split(',') if groups else None, cpu)
+    which = groups.split(',') if groups else None
+    try:
+        with redirect_stdout(sys.stderr): df = coverage(which, cpu)   # what cases print is not the table
+    except ValueError as e: sys.exit(str(e))
     print(df.to_string())
     print(f'\n{df.kept.sum()} of {len(df)} cases keep the contract on {device()}')

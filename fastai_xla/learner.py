@@ -8,8 +8,9 @@ Docs: https://fastai-xla.github.io/fastai_xla/api/learner.html.md"""
 __all__ = []
 
 # %% ../nbs/api/07_learner.ipynb #c31baef1
-import warnings
+import os, warnings
 from contextlib import suppress
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -45,13 +46,23 @@ import fastai_xla.compat.text, fastai_xla.compat.gan, fastai_xla.compat.hook
 from .lowerings.all import register_lowerings
 
 # %% ../nbs/api/07_learner.ipynb #1d1b6ad4
+_is_tpu = ("to_xla('{}'): PyTorch calls a TPU 'xla'. Type `learn.to_xla()`: it takes the first XLA device, and what stands behind "
+           "that is chosen by the environment variable PJRT_DEVICE, before the first import (here: {}).")
+_no_device = ("to_xla('{0}'): this call takes an XLA device: nothing for the first one, a number, or 'xla:0'. For "
+              "other devices there is `learn.dls.to('{0}')`, and `learn.detach_xla()` to come back to the CPU.")
+_which = "{} A number says which device, not how many: type `learn.to_xla()` for the first, `learn.to_xla(devices={})` for several."
+
+def _numbered(i):
+    try: return device(i)
+    except ValueError as e: raise ValueError(_which.format(e, i) if i > 1 else str(e)) from None
+
 def _as_xla_device(d):
-    if d is None or isinstance(d, int): return device(d or 0)
-    d = torch.device(d)
-    if not is_xla(d):
-        raise ValueError(f"to_xla('{d}'): this call takes an XLA device: nothing for the first one, a number, or 'xla:0'. For "
-                         f"other devices there is `learn.dls.to('{d}')`, and `learn.detach_xla()` to come back to the CPU.")
-    return device(d.index or 0)
+    if d is None or isinstance(d, int): return _numbered(d or 0)
+    if str(d).lower().startswith('tpu'): raise ValueError(_is_tpu.format(d, os.environ.get('PJRT_DEVICE', 'not set')))
+    try: there = torch.device(d)
+    except RuntimeError: there = None
+    if not is_xla(there): raise ValueError(_no_device.format(d))
+    return _numbered(there.index or 0)
 
 def _attach(learn, cb): cb.learn,learn.xla_opt = learn,cb
 
@@ -189,6 +200,8 @@ def _do_fit(self:Learner):
         raise
 
 # %% ../nbs/api/07_learner.ipynb #296d6dda
+_last_reports = WeakKeyDictionary()   # learner that has been on XLA -> its last report; as an attribute it would be exported
+
 def _host(o):
     if any(has_xla(v) for v in vars(o).values()): fetch_attrs(o)
 
@@ -207,6 +220,7 @@ def detach_xla(self:Learner) -> Learner: # The learner itself, on the CPU
     _move_dls(self.dls, cpu)
     rec = [self.recorder.loss, self.recorder.smooth_loss] if hasattr(self, 'recorder') else []
     for o in (self, *self.cbs, *self.metrics, *rec): _host(o)
+    if not (report := self.xla_report()).empty: _last_reports[self] = report
     self.xla_opt.learn = None
     del self.xla_opt
     self.replayed = None
@@ -226,10 +240,14 @@ def export(self:Learner, fname='export.pkl', **kwargs):
         settle(self)
 
 # %% ../nbs/api/07_learner.ipynb #74258936
+_not_there = ("This learner has not been trained on an XLA device, so there is nothing to report. "
+              "Call `learn.to_xla()`, then fit, then `learn.xla_report()`.")
+
 @patch
 def xla_report(self:Learner) -> XLAReport: # Tables of compiles, executions, transfers and fallbacks
-    "What the last fit has cost on the XLA device"
-    if not hasattr(self, 'xla_opt'):
-        raise RuntimeError("This learner is not on an XLA device, so there is nothing to report. Call `learn.to_xla()` before you fit.")
-    replay = self.xla_opt.replay
-    return XLAReport(self.xla_opt.log, replay and replay.plain, replay and replay.beside)
+    "What the last fit has cost on the XLA device; of a learner that has left it, the last fit there"
+    if hasattr(self, 'xla_opt'):
+        replay = self.xla_opt.replay
+        return XLAReport(self.xla_opt.log, replay and replay.plain, replay and replay.beside)
+    if self not in _last_reports: raise RuntimeError(_not_there)
+    return _last_reports[self]

@@ -77,6 +77,8 @@ def host_ms(self:CostLog,
     return sum(spent)/len(spent)*1e3 if spent else None
 
 # %% ../nbs/api/02_report.ipynb #df153d26
+_no_fit = "Nothing has been trained here since `learn.to_xla()`: fit first, e.g. `learn.fit(1)`, then `learn.xla_report()`."
+
 class XLAReport:
     "What a fit has cost on the XLA device; a table in a notebook, text in a terminal"
     def __init__(self,
@@ -103,12 +105,18 @@ class XLAReport:
     def clean(self) -> bool: # Do the steady batches keep the step contract?
         return not any(v for p in _warm_up for k,v in self.per_batch(p).items() if k in ('compiles', 'to host', 'fallbacks'))
 
+    @property
+    def empty(self) -> bool: # Has there been no fit yet?
+        return self.watch is None and not any(self.log.batches.values()) and not self.log.compiled
+
     def _parts(self): return (('The fit', self.totals), ('Per steady batch', self.steady), ('Compiled', self.compiled))
     def __repr__(self):
+        if self.empty: return _no_fit
         parts = [f'{t}\n{df.to_string(index=t != "Compiled")}' for t,df in self._parts() if len(df)]
         why = ['Causes'] + ['\n    '.join([f'- {w}', *lines, cure]).rstrip() for w,lines,cure in self._why()]
         return '\n\n'.join(parts + ['\n'.join(why)]*(len(why) > 1) + list(self._notes()))
     def _repr_html_(self):
+        if self.empty: return f'<p>{_no_fit}</p>'
         parts = [f'<p><b>{t}</b></p>{df.to_html(index=t != "Compiled", border=0)}' for t,df in self._parts() if len(df)]
         why = [f"<li>{escape(w)}{''.join(f'<br><code>{escape(l)}</code>' for l in lines)}<br>{escape(cure)}</li>"
                for w,lines,cure in self._why()]

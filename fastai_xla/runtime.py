@@ -65,14 +65,26 @@ if not _broken:
         from torch_xla import _XLAC
     except (ImportError, OSError) as e: torch_xla,_broken = None,_import_error(e)
 
+_without = "To run without a TPU, set the environment variable PJRT_DEVICE=CPU before the first import."
+
+def _start_cure(
+    wanted:str|None, # PJRT_DEVICE
+) -> str: # What to do where the client for it does not start
+    if wanted not in (None, 'CPU', 'TPU', 'NEURON'):
+        return (f"torch_xla {_version('torch_xla')} has no client for {wanted}, only for TPU and CPU. "
+                "On a GPU fastai trains as it is: leave out `to_xla()`.")
+    if wanted == 'TPU' and not getattr(torch_xla, '_found_libtpu', True):
+        return f"A TPU is reached through libtpu, which is not installed. This brings it; restart Python afterwards:\n    {_tpu}"
+    return ("Either this machine has no TPU (choose one in Colab's Runtime > Change runtime type, or Kaggle's Settings > "
+            "Accelerator), or another process holds it: a TPU serves one at a time. Shut down other notebooks "
+            "that use it, then restart this one.")
+
 def _start() -> str: # Why the XLA client does not start; empty where it runs
     "Start the XLA client, once: a second attempt would abort the process"
     try: _XLAC._init_computation_client()   # and not `torch_xla.device()`, which decides that programs run on one device
     except Exception as e:
-        return (f"The XLA client did not start (PJRT_DEVICE={os.environ.get('PJRT_DEVICE')}):\n    {str(e).strip().splitlines()[0]}\n"
-                f"A TPU serves one process at a time: shut down other notebooks that use "
-                f"it, then restart this one. Where libtpu is missing, {_tpu} brings it. "
-                "To run without a TPU, set the environment variable PJRT_DEVICE=CPU before the first import.")
+        wanted,said = os.environ.get('PJRT_DEVICE'),str(e).strip().splitlines()[0]
+        return f"The XLA client did not start (PJRT_DEVICE={wanted}):\n    {said}\n{_start_cure(wanted)}\n{_without}"
     return ''
 
 if not _broken: _broken = _start()
@@ -200,7 +212,8 @@ class XLACounts:
     def __eq__(self, other): return all(getattr(self, k) == getattr(other, k) for k in self._fields)
     def __repr__(self):
         fb = ', '.join(f'{k} x{v}' for k,v in self.fallbacks.items())
-        return (f"{self.compiles} compiles ({self.compile_s:.2f} s), {self.executions} executions, "
+        def n(k, word): return f"{k} {word}{'s'*(k != 1)}"
+        return (f"{n(self.compiles, 'compile')} ({self.compile_s:.2f} s), {n(self.executions, 'execution')}, "
                 f"{self.to_host} to host, {self.to_device} to device, fallbacks: {fb or 'none'}")
     @property
     def n_fallbacks(self): return sum(self.fallbacks.values())

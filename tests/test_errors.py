@@ -2,6 +2,7 @@
 import os, subprocess, sys, warnings
 import numpy as np, pytest, torch
 from fastai.vision.all import *
+from fastai_xla import runtime
 from fastai_xla.all import *
 from common import *
 
@@ -38,12 +39,27 @@ def test_torch_xla_missing_or_wrong(version, said):
     assert rc == 1 and 'TRAINED ON cpu' in out and 'ImportError' in out
     assert said in out and "pip install 'torch==2.9.*' 'torchvision==0.24.*' 'torch_xla==2.9.*'" in out
 
-def test_client_does_not_start():
-    code = "from fastai_xla.all import *\nfor _ in range(2):\n  try: device()\n  except RuntimeError as e: print('TOLD', e)"
-    # a libtpu without a TPU would ask the cloud's metadata server for minutes
-    rc,out = run(code, PJRT_DEVICE='TPU', TPU_SKIP_MDS_QUERY='1')
-    assert rc == 0 and out.count('TOLD The XLA client did not start (PJRT_DEVICE=TPU)') == 2
-    assert 'PJRT_DEVICE=CPU' in out and "pip install 'fastai_xla[tpu]' brings it" in out
+asked = "from fastai_xla.runtime import *\nfor _ in range(2):\n  try: device()\n  except RuntimeError as e: print('TOLD', e)"
+# a libtpu without a TPU would ask the cloud's metadata server for minutes
+no_metadata = dict(TPU_SKIP_MDS_QUERY='1')
+# torch_xla in this process has told its children where libtpu is
+without_libtpu = """
+import os, sys
+for k in ('TPU_LIBRARY_PATH', 'PTXLA_TPU_LIBRARY_PATH'): os.environ.pop(k, None)
+sys.modules['libtpu'] = None
+"""
+
+@pytest.mark.parametrize('device,before,said,not_said', [
+    ('TPU', '', ['this machine has no TPU', 'a TPU serves one at a time'], ['pip install', 'GPU']),
+    ('TPU', without_libtpu, ['libtpu, which is not installed', "pip install 'fastai_xla[tpu]'"], ['this machine has no TPU', 'GPU']),
+    ('CUDA', '', ['has no client for CUDA', 'On a GPU fastai trains as it is: leave out `to_xla()`'],
+     ['pip install', 'this machine has no TPU'])],
+    ids=['no TPU', 'no libtpu', 'CUDA'])
+def test_client_does_not_start(device, before, said, not_said):
+    "The cure is that of the cause, twice the same, and how to go on without a TPU"
+    rc,out = run(before + asked, PJRT_DEVICE=device, **no_metadata)
+    assert rc == 0 and out.count(f'TOLD The XLA client did not start (PJRT_DEVICE={device})') == 2 and 'PJRT_DEVICE=CPU' in out
+    assert all(out.count(o) == 2 for o in said) and not any(o in out for o in not_said), out
 
 trap = '''
 import torch, warnings
@@ -77,7 +93,10 @@ def quiet(**kwargs): return image_learner(**kwargs).remove_cb(ProgressCallback)
 def test_other_device():
     learn = quiet()
     with pytest.raises(ValueError, match=r"to_xla\('cuda'\).*learn.dls.to\('cuda'\)"): learn.to_xla('cuda')
-    with pytest.raises(ValueError, match='There is no XLA device 7: this process has 1'): learn.to_xla(7)
+    with pytest.raises(ValueError, match=r'There is no XLA device 7: this process has 1.*to_xla\(devices=7\)'): learn.to_xla(7)
+    with pytest.raises(ValueError, match=r"to_xla\('TPU:0'\): PyTorch calls a TPU 'xla'. Type `learn.to_xla\(\)`.*here: CPU"):
+        learn.to_xla('TPU:0')
+    with pytest.raises(ValueError, match=r"to_xla\('bogus'\): this call takes an XLA device"): learn.to_xla('bogus')
     assert not hasattr(learn, 'xla_opt')
     with learn.no_logging(): learn.fit(1)
 
@@ -96,6 +115,34 @@ def test_told_to_stay_on_the_cpu():
 
 def test_report_before_to_xla():
     with pytest.raises(RuntimeError, match=r'learn.to_xla\(\)'): quiet().xla_report()
+
+def test_report_before_a_fit():
+    report = quiet().to_xla().xla_report()
+    assert report.empty and report.clean
+    for said in (repr(report), report._repr_html_()):
+        assert 'Nothing has been trained here since `learn.to_xla()`' in said and 'batches' not in said
+
+def test_report_of_a_learner_that_has_left():
+    "The last fit's on XLA, until there is another; not in what is exported"
+    learn = quiet().to_xla()
+    with learn.no_logging(): learn.fit(1)
+    there = repr(learn.xla_report())
+    learn.detach_xla()
+    assert 'training' in there and repr(learn.xla_report()) == there
+    assert not any('XLAReport' in type(v).__name__ for v in vars(learn).values())
+    with learn.no_logging(): learn.fit(1)
+    assert repr(learn.xla_report()) == there
+    with learn.to_xla().no_logging(): learn.fit(2)
+    assert learn.xla_report().log.batches['training'] == 16
+
+def test_coverage_of_no_group(capsys):
+    from fastai_xla.coverage import coverage, coverage_cli
+    with pytest.raises(ValueError, match="no group 'bogus'.*The groups: model, augmentation"): coverage(['bogus'])
+    with pytest.raises(SystemExit, match="no group 'bogus'"): coverage_cli('bogus')
+
+def test_one_is_singular():
+    assert repr(runtime.XLACounts(1, 1)).startswith('1 compile (0.00 s), 1 execution, ')
+    assert repr(runtime.XLACounts(2)).startswith('2 compiles (0.00 s), 0 executions, ')
 
 class Arrays:
     def __len__(self): return 32

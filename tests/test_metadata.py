@@ -1,9 +1,12 @@
 "settings.ini is the one source of metadata: the keys that pyproject.toml repeats for nbdev say the same, and the wheel carries them all"
-import re, subprocess, sys, zipfile
+import os, re, subprocess, sys, tarfile, zipfile
 from configparser import ConfigParser
 from pathlib import Path
+import pytest
 from nbdev.config import get_config
 from packaging.requirements import Requirement
+from fastai_xla import __version__
+from fastai_xla.doctor import report_form
 
 root = Path(__file__).resolve().parent.parent
 parser = ConfigParser(delimiters=['='])
@@ -32,20 +35,76 @@ def in_settings(extra, python):
     lines = ini['requirements'] + (ini[f'{extra}_requirements'] if extra else '')
     return chosen(lines.strip().splitlines(), python_version=python)
 
-def test_wheel_is_usable(tmp_path):
-    "sdist -> wheel -> installed elsewhere -> imported and run from another folder"
-    def run(*cmd, **kwargs):
-        res = subprocess.run(cmd, capture_output=True, text=True, **kwargs)
-        assert res.returncode == 0, res.stdout+res.stderr
-        return res.stdout
-    run(sys.executable, '-m', 'build', '--outdir', str(tmp_path), str(root))
-    wheel = next(tmp_path.glob('*.whl'))
-    meta = zipfile.ZipFile(wheel).read(next(n for n in zipfile.ZipFile(wheel).namelist() if n.endswith('METADATA'))).decode()
+def run(*cmd, **kwargs):
+    res = subprocess.run(cmd, capture_output=True, text=True, **kwargs)
+    assert res.returncode == 0, res.stdout+res.stderr
+    return res.stdout
+
+@pytest.fixture(scope='module')
+def dist(tmp_path_factory):
+    "sdist, and the wheel that is built from it"
+    path = tmp_path_factory.mktemp('dist')
+    run(sys.executable, '-m', 'build', '--outdir', str(path), str(root))
+    return next(path.glob('*.tar.gz')),next(path.glob('*.whl'))
+
+def test_wheel_is_usable(dist, tmp_path):
+    "Installed elsewhere, imported and run from another folder"
+    wheel = dist[1]
+    names = zipfile.ZipFile(wheel).namelist()
+    meta = zipfile.ZipFile(wheel).read(next(n for n in names if n.endswith('METADATA'))).decode()
     for extra in ('', 'tpu'):
         for python in ('3.12', '3.13'): assert in_wheel(meta, extra, python) == in_settings(extra, python)
-    assert 'License-Expression: Apache-2.0' in meta
+    assert 'License-Expression: Apache-2.0' in meta and f'Version: {__version__}\n' in meta and 'fastai_xla/py.typed' in names
+    for n in (10, 11, 12, 13): assert f'Classifier: Programming Language :: Python :: 3.{n}\n' in meta
+    assert {*re.findall(r'^Project-URL: (\w+),', meta, re.M)} == {'Repository', 'Documentation', 'Changelog', 'Issues'}
     run(sys.executable, '-m', 'pip', 'install', '--no-deps', '--target', str(tmp_path/'site'), str(wheel))
-    code = (f"import sys; sys.path.insert(0, {str(tmp_path/'site')!r}); import fastai_xla.all, fastai_xla.cli; "
-            "print(fastai_xla.__file__); fastai_xla.cli.doctor()")
+    code = (f"import sys; sys.path.insert(0, {str(tmp_path/'site')!r}); import fastai_xla.all, fastai_xla.doctor; "
+            "print(fastai_xla.__file__, fastai_xla.doctor.doctor())")
     out = run(sys.executable, '-c', code, cwd=tmp_path)
-    assert str(tmp_path/'site') in out and 'It trains.' in out
+    assert str(tmp_path/'site') in out and 'A small learner trains on xla:0' in out
+
+def test_distributions_are_small_and_complete(dist):
+    pytest.importorskip('twine')
+    run(sys.executable, '-m', 'twine', 'check', '--strict', *map(str, dist))
+    assert all(o.stat().st_size < 500_000 for o in dist)
+
+def test_tests_of_the_sdist_run(dist, tmp_path):
+    "Away from the repository: the notebooks are left out, everything else finds what it needs"
+    with tarfile.open(dist[0]) as f: f.extractall(tmp_path)
+    src = next(tmp_path.iterdir())
+    tests = {o.relative_to(root) for o in (root/'tests').rglob('*.py')}
+    assert tests == {o.relative_to(src) for o in (src/'tests').rglob('*.py')}
+    env = os.environ | dict(PYTHONPATH=str(src))
+    pytest_ = (sys.executable, '-m', 'pytest', '-p', 'no:xdist', '-o', 'addopts=', '-q')
+    out = run(*pytest_, 'tests/test_notebooks.py', 'tests/test_metadata.py', 'tests/test_doctor.py', '-k', 'notebook or settings or dies',
+              cwd=src, env=env)
+    assert '2 passed, 1 skipped' in out, out
+
+# What stands beside the package
+
+def test_version_is_one():
+    assert re.search(f'^version: {re.escape(__version__)}$', (root/'CITATION.cff').read_text(), re.M)
+    log = (root/'CHANGELOG.md').read_text()
+    versions = re.findall(r'^## \[(.*?)\](.*)$', log, re.M)
+    assert [o[0] for o in versions][:2] == ['Unreleased', __version__]
+    for v,date in versions:
+        assert f'\n[{v}]: {ini["git_url"]}/' in log
+        assert re.match('$' if v == 'Unreleased' else r' - \d{4}-\d\d-\d\d$', date)
+    assert {*re.findall('^### (.*)$', log, re.M)} <= {'Added', 'Changed', 'Deprecated', 'Removed', 'Fixed', 'Security'}
+
+def test_issue_templates_ask_for_the_doctor():
+    "The form that it prints has the same headings"
+    headings = re.findall('^### .*$', report_form(''), re.M)
+    bug,missing = ((root/'.github'/'ISSUE_TEMPLATE'/f'{o}.md').read_text() for o in ('bug_report', 'missing'))
+    assert re.findall('^### .*$', bug, re.M) == headings and '`fastai_xla_doctor --report`' in bug
+    assert headings[-1] == '### fastai_xla_doctor' and headings[-1] in missing
+
+def test_every_step_of_a_workflow_is_a_make_target():
+    targets = {*re.findall(r'^([\w-]+):', (root/'Makefile').read_text(), re.M)}
+    files = [*(root/'.github'/'workflows').glob('*.yml')]
+    assert {o.stem for o in files} == {'test', 'docs', 'release'}
+    for o in files:
+        steps = re.findall('- run: (.*)$', o.read_text(), re.M)
+        assert steps and all(re.fullmatch(r'make ([\w-]+)', s)[1] in targets for s in steps)
+    pythons = re.findall(r"'(3\.\d+)'", re.search(r'python: \[(.*)\]', (root/'.github'/'workflows'/'test.yml').read_text())[1])
+    assert pythons == [f'3.{n}' for n in range(10, 14)]
