@@ -10,12 +10,13 @@ address relative and looks up every link. Only a site without a fault replaces t
 page as markdown, `page.html.md`, which is where the modules' docstrings point.
 
 The navigation is in `nbs/sidebar.yml`: a section for each folder, in the order of the file names. A new notebook needs no entry."""
-import base64, json, os, re, shutil, subprocess, sys, yaml
+import ast, base64, json, os, re, shutil, subprocess, sys, yaml
 from pathlib import Path
 from fastcore.nbio import nb_frontmatter, read_nb
 from fastcore.xtras import fenced
 from nbdev.config import get_config, nbpath2html
 from nbdev.doclinks import NbdevLookup, nbglob
+from nbdev import processors
 from nbdev.serve import proc_nbs
 from check import check, relink
 from markup import directive, divs, gfm_div, gfm_entry, links, myst_div, myst_entry
@@ -34,11 +35,19 @@ def lost(
     rest = re.sub(r'# .*\s*(> .*)?(\s*- .*:.*)*', '', title, count=1).strip() if title.startswith('# ') else ''
     return f"{path.relative_to(root)}: nbdev drops what follows the title in its cell. Give it a cell of its own:\n{rest}\n" if rest else ''
 
+def needed(
+    cell, # A cell that nbdev would execute for the entries of `show_doc`: it has an import
+    would=processors._do_eval, # nbdev's own choice
+) -> bool: # Whether to do so: an example that imports something stands on other cells, which nbdev has not executed
+    mixed = cell.cell_type == 'code' and not processors._is_showdoc(cell) and not cell.directives_.keys() & {'export', 'exports', 'exporti'}
+    return not (mixed and any(not isinstance(o, (ast.Import, ast.ImportFrom)) for o in cell.parsed_() or [])) and would(cell)
+
 def process(
     **kwargs, # Which notebooks, for `proc_nbs`
 ):
     "Let nbdev process the notebooks, all of them anew: a reference can change although its notebook has not"
     if faults := ''.join(map(lost, nbglob(as_path=True))): sys.exit(faults)
+    processors._do_eval = needed
     proc_nbs(n_workers=0, force=True, **kwargs)
 
 # Outputs
