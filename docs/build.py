@@ -6,7 +6,7 @@
 nbdev does its usual work first, from `nbs/` to `_proc/`: hidden cells are dropped, exported code is replaced by `show_doc`, symbols in
 backticks are linked. `markup.py` rewrites the Quarto markup that is left, and each page is staged in `_build/src/` under the address
 that Quarto would give it. Sphinx renders the pages (`conf.py`), any warning being an error. `check.py` makes links to the site's own
-address relative and looks up every link. Only a site without a fault replaces the one in `_docs/`. Beside each `page.html` there is the
+address relative and looks up every link, and `search.py` what users type. Only a site without a fault replaces the one in `_docs/`. Beside each `page.html` there is the
 page as markdown, `page.html.md`, which is where the modules' docstrings point.
 
 The navigation is in `nbs/sidebar.yml`. A new notebook needs no entry there: the pattern of its folder finds it."""
@@ -19,6 +19,7 @@ from nbdev.doclinks import NbdevLookup, nbglob
 from nbdev import processors
 from nbdev.serve import proc_nbs
 from check import check, relink
+from search import missed
 from markup import directive, divs, gfm_div, gfm_entry, links, myst_div, myst_entry
 
 root = Path(__file__).resolve().parent.parent
@@ -246,7 +247,9 @@ def build_site():
     for f in nb_paths: (out/f'{nbpath2html(f.relative_to(proc))}.md').write_text(page_md(f))
     if (nbs/'llms.txt').exists(): shutil.copy(nbs/'llms.txt', out)
     relink(out, site, {o[0] for o in NbdevLookup().syms.values() if isinstance(o, tuple)})
-    if check(out, site): sys.exit(1)
+    lost_queries = missed(out)
+    print(*lost_queries, sep='\n', end='\n'*bool(lost_queries))
+    if check(out, site) or lost_queries: sys.exit(1)
     shutil.rmtree(cfg.doc_path, ignore_errors=True)
     shutil.move(out, cfg.doc_path)
 

@@ -55,7 +55,8 @@ class Meta(SphinxTransform):
         url = f"{cfg.doc_url.rstrip('/')}/{self.env.docname}.html"
         props = {'og:title': page.get('title'), 'og:description': page.get('description'), 'og:type': 'website', 'og:url': url,
             'og:site_name': cfg.title}
-        metas = [dict(name=k, content=page[k]) for k in ('description', 'keywords') if page.get(k)]
+        words = ', '.join(dict.fromkeys(re.findall(r'\w+', page.get('keywords') or '')))   # a phrase would be one word to the search
+        metas = [dict(name=k, content=v) for k,v in (('description', page.get('description')), ('keywords', words)) if v]
         self.document += [nodes.meta('', **o) for o in metas + [dict(property=k, content=v) for k,v in props.items() if v]]
 
 def add_links(
