@@ -6,7 +6,8 @@
 nbdev does its usual work first, from `nbs/` to `_proc/`: hidden cells are dropped, exported code is replaced by `show_doc`, symbols in
 backticks are linked. `markup.py` rewrites the Quarto markup that is left, and each page is staged in `_build/src/` under the address
 that Quarto would give it. Sphinx renders the pages (`conf.py`), any warning being an error. `check.py` makes links to the site's own
-address relative and looks up every link, and `search.py` what users type. Only a site without a fault replaces the one in `_docs/`. Beside each `page.html` there is the
+address relative and looks up every link, and `search.py` what users type. Only a site without a fault
+replaces the one in `_docs/`. Beside each `page.html` there is the
 page as markdown, `page.html.md`, which is where the modules' docstrings point.
 
 The navigation is in `nbs/sidebar.yml`. A new notebook needs no entry there: the pattern of its folder finds it."""

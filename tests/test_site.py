@@ -1,4 +1,4 @@
-"What stands on the pages is true of the package: install lines, numbers, README; and of the built site, where there is one, what users find"
+"What the pages say is true of the package: install lines, numbers, README; and in the built site, where there is one, users find it"
 import csv, json, re, shutil, statistics, subprocess, sys
 from configparser import ConfigParser
 from pathlib import Path
