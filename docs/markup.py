@@ -76,10 +76,33 @@ def links(
     md = re.sub(r'(\]\([^)\s]*\))\{[^}\n]*\}', r'\1', md)
     return re.sub(r'\]\((?![a-z]+:)([^)\s#]+\.ipynb)(#[^)\s]*)?\)', page, md)
 
+def parameters(
+    md:str, # Signature and description, as `show_doc` gives them
+) -> str: # The same; comments on parameters are a table below the description
+    "A parameter of `show_doc`'s signature is a line `name:type=default, # comment`, which may go on in lines of comment"
+    found = re.fullmatch(r'(```python\ndef )([\w.]+)\(\n(.*?)\n\)(?:->(.*?))?:(?: # ([^\n]*))?\n```(.*)', md, re.S)
+    if not found: return md
+    head,name,body,returns,returned,rest = found.groups()
+    rows,sig = [],[]
+    for l in re.sub(r'\n\s*# ', ' ', body).splitlines():
+        code,_,comment = l.strip().partition(' # ')
+        m = re.fullmatch(r'(\**\w+)(?::(.*?))?(?:=(.*?))?,?', code)
+        sig.append(code if comment and m and m[1] != 'self' else l.strip())
+        if comment and m: rows.append((m[1], m[2] or '', m[3] or '', comment))
+    if returned: rows.append(('*returns*', returns or '', '', returned))
+    if not rows: return md
+    def cell(o, code=True): return f"`{o}`".replace('|', '\\|') if o and code and not o.startswith('*returns') else o.replace('|', '\\|')
+    lines = [f'| {cell(n)} | {cell(t)} | {cell(d)} | {cell(c, False)} |' for n,t,d,c in rows]
+    table = '\n'.join(['| | type | default | |', '|---|---|---|---|', *lines])
+    line = f"{' '.join(sig).rstrip(',')}"
+    line = line if len(line) < 80 else '\n    ' + '\n    '.join(sig) + '\n'
+    return f"{head}{name}({line}){f'->{returns}' if returns else ''}:\n```{rest.rstrip()}\n\n{table}"
+
 def myst_entry(md:str, url:str) -> str: # MyST
-    "An entry of `show_doc`: its heading, and in a box the link to the source, the signature and the description"
+    "An entry of `show_doc`: its heading, and in a box the link to the source, the signature, the description and its parameters"
     source,heading,rest = re.fullmatch(r'(?:---)?\s*(\[source\]\S+)?\s*(#+ [^\n]*)\n(.*)', links(md, url), re.S).groups()
-    return f'{heading}\n\n' + directive('div', 'api', (directive('div', 'source', source) + '\n\n' if source else '') + rest.strip())
+    body = parameters(rest.strip())
+    return f'{heading}\n\n' + directive('div', 'api', (directive('div', 'source', source) + '\n\n' if source else '') + body)
 
 def gfm_entry(md:str, url:str) -> str: # GitHub's markdown
     return links(md, url).removeprefix('---').strip()

@@ -42,7 +42,7 @@ def run(nb, log, flags):
 @pytest.mark.parametrize('nb', sorted(nbglob(nbs, as_path=True)), ids=lambda o: str(o.relative_to(nbs)))
 def test_notebook(nb, forked, tmp_path):
     log = tmp_path/'log.txt'
-    short = nb.parent.name == 'api' and nb.stem not in long_runs
+    short = nb.parent.name in ('api', 'howto', 'explanations') and nb.stem not in long_runs
     process = forked.Process(target=run, args=(nb, log, os.environ.get('XLA_FLAGS') if short else None))
     process.start()
     process.join()
