@@ -17,6 +17,7 @@ from PIL import Image
 from fastai.vision.all import *
 
 from .all import *
+from .mesh import n_shards
 
 # %% ../nbs/api/13_cli.ipynb #241f7baa
 def digits_path(
@@ -52,12 +53,15 @@ def digits_model() -> nn.Module: # Of 3 convolutions; takes (n, 1, 8, 8), return
 def demo(
     epochs:int=12, # Epochs to train
     bs:int=64, # Batch size
+    devices:str='', # 'all' to share each batch among all devices
 ):
     "Train a classifier of real handwritten digits on the XLA device, export it, and predict with it on the CPU"
     with tempfile.TemporaryDirectory() as tmp:
         path = digits_path(tmp)
-        learn = Learner(digits_dls(path, bs), digits_model(), loss_func=CrossEntropyLossFlat(), metrics=accuracy, path=path).to_xla()
-        print(f'Training on {learn.xla_opt.device} for {epochs} epochs of {len(learn.dls.train)} steps')
+        learn = Learner(digits_dls(path, bs), digits_model(), loss_func=CrossEntropyLossFlat(), metrics=accuracy, path=path)
+        learn.to_xla(devices=devices or None)
+        several = f' ({n_shards()} devices)' if n_shards() > 1 else ''
+        print(f'Training on {learn.xla_opt.device}{several} for {epochs} epochs of {len(learn.dls.train)} steps')
         learn.fit_one_cycle(epochs, 5e-3)
         print(f'\nAccuracy on {len(learn.dls.valid_ds)} digits not seen in training: {learn.recorder.values[-1][-1]:.4f}\n')
         print(learn.xla_report())

@@ -248,6 +248,7 @@ def xla_report(self:Learner) -> XLAReport: # Tables of compiles, executions, tra
     "What the last fit has cost on the XLA device; of a learner that has left it, the last fit there"
     if hasattr(self, 'xla_opt'):
         replay = self.xla_opt.replay
-        return XLAReport(self.xla_opt.log, replay and replay.plain, replay and replay.beside)
+        held = held_text(self.model, innermost(self.opt).state if self.opt else {})
+        return XLAReport(self.xla_opt.log, replay and replay.plain, replay and replay.beside, held)
     if self not in _last_reports: raise RuntimeError(_not_there)
     return _last_reports[self]

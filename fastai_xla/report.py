@@ -85,7 +85,9 @@ class XLAReport:
         log:CostLog|None=None, # Books of the fit
         plain:dict|None=None, # Why batches were retraced instead of replayed -> how many
         beside:dict|None=None, # What ran as a program of its own beside a replayed step -> in how many batches
+        note:str='', # A sentence for the end
     ):
+        self.note = note
         self.log,self.plain,self.beside = log or CostLog(),plain or {},beside or {}
         self.costs,self.compiled = self.log.costs,pd.DataFrame(self.log.compiled, columns=['where', 'compiles', 'seconds'])
         self.watch = self.log.watch
@@ -153,6 +155,7 @@ def _why(self:XLAReport):
 
 @patch
 def _notes(self:XLAReport):
+    if self.note: yield self.note
     looks = self.costs['training'].looks + self.costs['validation'].looks
     if looks: yield f"{looks} of the transfers to the host were progress-bar reads (once a second); they are left out per batch."
     for why,n in self.plain.items(): yield f"{n} batch{'es were' if n > 1 else ' was'} retraced: {why}."

@@ -73,3 +73,7 @@ def test_predictions(tmp_path):
     assert all('same True' in o for o in outs)
     assert [o.split('compiles ')[1][0] for o in outs][1] <= [o.split('compiles ')[1][0] for o in outs][0]
     for a,b in zip(*found): torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+def test_demo():
+    out = python(['-c', "from fastai_xla.cli import demo; demo(1, 64, 'all')"], 4)
+    assert '(4 devices)' in out and 'Accuracy on 360 digits' in out and 'Each batch is split over 4 of 4 devices' in out, out[-2000:]
