@@ -70,6 +70,23 @@ def _recorder(learn, n_steps, replay):
     if not (why := cannot_replay()): return Replay(learn, n_steps, replay is True)
     warnings.warn(f"Steps cannot be recorded and replayed here: {why}. Training goes on without, each step retraced.")
 
+# %% ../nbs/api/07_learner.ipynb #0a5d3f46
+def _check_steps(replay, steps_per_execution):
+    if replay not in (True, False, 'auto'):
+        raise ValueError(f"to_xla(replay={replay!r}): this takes 'auto', which records steps where that is safe, `True`, which warns "
+                         "of those that cannot be recorded, or `False`, which traces every step.")
+    if steps_per_execution < 1 or steps_per_execution > 1 and not replay:
+        raise ValueError(f"to_xla(replay={replay}, steps_per_execution={steps_per_execution}): steps are run "
+                         f"together once they are recorded, so this takes a number from 1 on, and `replay='auto'`.")
+
+def _check_learner(learn):
+    if getattr(learn, 'dls', None) is None:
+        raise ValueError("This learner has no DataLoaders, and on XLA they send the batches "
+                         "to the device. Set `learn.dls` first, then call `learn.to_xla()`.")
+    if defaults.use_cuda is False:
+        raise ValueError("fastai has been told to put everything on the CPU, by `default_device(False)`. "
+                         "Take that back with `default_device(None)`, then call `learn.to_xla()`.")
+
 # %% ../nbs/api/07_learner.ipynb #09479c00
 @patch
 def to_xla(self:Learner,
@@ -92,22 +109,12 @@ def to_xla(self:Learner,
     "Train, validate and predict on an XLA device from now on"
     spread_as = spread(self, device, devices, shard, mesh, param_spec)
     device = _as_xla_device(device)
-    if replay not in (True, False, 'auto'):
-        raise ValueError(f"to_xla(replay={replay!r}): this takes 'auto', which records steps where that is safe, `True`, which warns "
-                         "of those that cannot be recorded, or `False`, which traces every step.")
-    if steps_per_execution < 1 or steps_per_execution > 1 and not replay:
-        raise ValueError(f"to_xla(replay={replay}, steps_per_execution={steps_per_execution}): steps are run "
-                         f"together once they are recorded, so this takes a number from 1 on, and `replay='auto'`.")
+    _check_steps(replay, steps_per_execution)
     if matmul_precision: check_precision(matmul_precision)
     if cache and (why := use_cache(cache)):
         warnings.warn(f"to_xla(cache='{cache}'): compiled programs are not kept: "
                       f"{why}. Training goes on, and the next process compiles again.")
-    if getattr(self, 'dls', None) is None:
-        raise ValueError("This learner has no DataLoaders, and on XLA they send the batches "
-                         "to the device. Set `learn.dls` first, then call `learn.to_xla()`.")
-    if defaults.use_cuda is False:
-        raise ValueError("fastai has been told to put everything on the CPU, by `default_device(False)`. "
-                         "Take that back with `default_device(None)`, then call `learn.to_xla()`.")
+    _check_learner(self)
     _check_default()
     if matmul_precision: set_matmul_precision(matmul_precision)
     register_lowerings()

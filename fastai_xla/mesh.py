@@ -37,36 +37,42 @@ def n_shards() -> int: # 1 where there is no mesh
     return _Process.mesh.shape()['data'] if _Process.mesh else 1
 
 # %% ../nbs/api/00a_mesh.ipynb #efbda9e9
-_late = ("to_xla(devices=...): this process has used one of its {} devices already, and whether programs run on one or on all is decided by "
-         "the first use. Restart the notebook (or the process), and let the cell with `learn.to_xla(devices='all')` be the first "
+_late = ("to_xla(devices=...): this process has used one of its {} devices already, and the first use decides whether programs run on one "
+         "or on all. Restart the notebook (or the process), and let the cell with `learn.to_xla(devices='all')` be the first "
          "that puts anything on XLA: no other `to_xla()`, `device()` or `.to('xla')` before it.")
-_world = ("WORLD_SIZE is {}, so a launcher has started several processes, and XLA knows of {} process here: each would train a model of its own, on the "
-          "same data, and none would tell. Start one process and call `learn.to_xla(devices='all')`, which uses all devices of the machine.")
-_hosts = ("to_xla(devices=...): this process is one of {}, as in a TPU pod, and each would have to read its own part of the data. That is not "
-          "there yet: use the devices of one host.")
+_world = ("WORLD_SIZE is {}, so a launcher has started several processes, and XLA knows of one process here: each would train a model "
+          "of its own, on the same data, and none would tell. Start one process and call `learn.to_xla(devices='all')`, which uses all "
+          "devices of the machine.")
+_hosts = ("to_xla(devices=...): this process is one of {}, as in a TPU pod, and each would have to read its own part of the data. That is "
+          "not there yet: use the devices of one host.")
 
 def check_world():
     "Raise where a launcher has started several processes that do not know of each other"
     n = os.environ.get('WORLD_SIZE', '1')
-    if n.isdigit() and int(n) > 1 and torch_xla.runtime.process_count() == 1: raise RuntimeError(_world.format(n, 1))
+    if n.isdigit() and int(n) > 1 and torch_xla.runtime.process_count() == 1: raise RuntimeError(_world.format(n))
 
-# %% ../nbs/api/00a_mesh.ipynb #997bef11
+# %% ../nbs/api/00a_mesh.ipynb #0a5d3f41
+_how = dict(CPU='CPU_NUM_DEVICES', TPU='TPU_VISIBLE_CHIPS')
+
 def _check_count(devices):
     n = n_devices()
     if devices == 'all' or devices == n: return
     if type(devices) is not int or devices < 1:
         raise ValueError(f"to_xla(devices={devices!r}): this takes 'all', or the number of devices that the process has, here {n}.")
-    how = {'CPU': 'CPU_NUM_DEVICES', 'TPU': 'TPU_VISIBLE_CHIPS'}.get(torch_xla.runtime.device_type(), '')
-    raise ValueError(f"to_xla(devices={devices}): this process has {n}, and torch_xla runs a program on all of them or on one. Give 'all' or leave "
-                     f"it out" + (f"; to use {devices} of them, set {how} before Python starts." if how and devices < n else "."))
+    how = _how.get(torch_xla.runtime.device_type(), '')
+    raise ValueError(f"to_xla(devices={devices}): this process has {n}, and torch_xla runs a program on all of them or on one. Give 'all', "
+                     "or leave it out" + (f"; to use {devices} of them, set {how} before Python starts." if how and devices < n else "."))
 
 def _check_mesh(m):
     if 'data' not in (m.axis_names or ()):
-        raise ValueError(f"to_xla(mesh=...): batches are split over the axis 'data', and this mesh has {m.axis_names or 'no names for its axes'}. "
+        raise ValueError(f"to_xla(mesh=...): batches are split over the axis 'data', and this mesh has "
+                         f"{m.axis_names or 'no names for its axes'}. "
                          "Name one of them so: xs.Mesh(np.arange(8), (4, 2), ('data', 'model')).")
     if m.size() != n_devices():
-        raise ValueError(f"to_xla(mesh=...): this mesh is of {m.size()} devices, and the process has {n_devices()}; a program runs on all of them.")
+        raise ValueError(f"to_xla(mesh=...): this mesh is of {m.size()} devices, and the process has {n_devices()}; "
+                         "a program runs on all of them.")
 
+# %% ../nbs/api/00a_mesh.ipynb #997bef11
 def start_mesh(
     devices:int|str='all', # 'all', or their number
     mesh=None, # `xs.Mesh` with an axis 'data' (others are for parameters); by default all devices along 'data'

@@ -57,6 +57,7 @@ def of(self:ParamLayout,
     names = {id(t): n for n,t in _named(modules)} if mesh() else {}
     return lambda t: self.axes(t, names.get(id(t), ''))
 
+# %% ../nbs/api/06da_parallel.ipynb #0a5d3f42
 def _checked(axes, t, name):
     known = mesh().axis_names
     unknown = [a for a in axes if a is not None and not {a, *([] if isinstance(a, str) else a)} & {*known}]

@@ -79,6 +79,7 @@ def host_ms(self:CostLog,
 # %% ../nbs/api/02_report.ipynb #df153d26
 _no_fit = "Nothing has been trained here since `learn.to_xla()`: fit first, e.g. `learn.fit(1)`, then `learn.xla_report()`."
 
+# %% ../nbs/api/02_report.ipynb #0a5d3f45
 class XLAReport:
     "What a fit has cost on the XLA device; a table in a notebook, text in a terminal"
     def __init__(self,

@@ -86,6 +86,7 @@ def fetch(
     with torch._C.DisableTorchFunctionSubclass(): host = _fetch(compute_apart(ts))
     return _replaced(o, {id(t): _as_type_of(t, h) for t,h in zip(ts, host)})
 
+# %% ../nbs/api/00a_transfer.ipynb #0a5d3f44
 def _send1(t, device):
     if not is_xla(device): return t.to(device)
     t = t.as_subclass(torch.Tensor)

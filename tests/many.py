@@ -1,4 +1,6 @@
-"""What a learner becomes on N virtual devices: `python -m tests.many N file.pt 'spec' ...`, in a process of its own, for N is said before it starts
+"""What a learner becomes on N virtual devices: `python -m tests.many N file.pt 'spec' ...`
+
+In a process of its own: N is said before the client starts.
 
 A spec is `case` or `case/fsdp/plain/2`: a model below or a case of the coverage table, parameters split, no replay, two steps as one.
 `ghost` and `whole` are faults: BatchNorm that sees a quarter of the batch, labels that each device gets all of."""
@@ -30,7 +32,8 @@ class Words(nn.Module):
     def __init__(self, n=20, d=16):
         super().__init__()
         self.emb,self.out = nn.Embedding(n, d),nn.Linear(d, 2)
-        self.blocks = nn.TransformerEncoder(nn.TransformerEncoderLayer(d, 2, 32, dropout=.1, batch_first=True), 2, enable_nested_tensor=False)
+        layer = nn.TransformerEncoderLayer(d, 2, 32, dropout=.1, batch_first=True)
+        self.blocks = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
     def forward(self, x): return self.out(self.blocks(self.emb(x)).mean(1))
 
 def words():
@@ -73,8 +76,8 @@ def sent(learn):
 def state(learn):
     opt = getattr(learn.opt, 'opt', learn.opt)
     if opt is None: return dict(learn.model.state_dict()),{}
-    inner = [(f'{i}.{k}', t) for i,st in enumerate(opt.state.values()) if isinstance(st, dict) for k,t in st.items() if isinstance(t, torch.Tensor) and t.device.type == 'xla']
-    return dict(learn.model.state_dict()),dict(inner)
+    states = [(f'{i}.{k}', t) for i,st in enumerate(opt.state.values()) if isinstance(st, dict) for k,t in st.items()]
+    return dict(learn.model.state_dict()),{k: t for k,t in states if isinstance(t, torch.Tensor) and t.device.type == 'xla'}
 
 def run(spec):
     name,*how = spec.split('/')
@@ -85,14 +88,16 @@ def run(spec):
     if 'whole' in how: whole_labels()
     kept = Kept()
     learn.add_cb(kept)
-    learn.to_xla(devices='all', shard='fsdp' if 'fsdp' in how else None, replay='plain' not in how and 'auto', steps_per_execution=2 if '2' in how else 1)
+    learn.to_xla(devices='all', shard='fsdp' if 'fsdp' in how else None, replay='plain' not in how and 'auto',
+                 steps_per_execution=2 if '2' in how else 1)
     manual_seed(7)
     before = xla_counts()
     with learn.no_bar(), learn.no_logging(): case.run(learn) if case else learn.fit(1, 1e-3)
     weights,inner = state(learn)
     steps = [b-a for a,b in zip(kept.counts, kept.counts[1:])][-4:]
     return dict(losses=fetch(kept.losses), valid=fetch(kept.valid), values=[list(v) for v in learn.recorder.values],
-                weights=fetch({k: v.detach() for k,v in weights.items()}), state=fetch(inner), layouts={k: layout(t) for k,t in (weights|inner).items()},
+                weights=fetch({k: v.detach() for k,v in weights.items()}), state=fetch(inner),
+                layouts={k: layout(t) for k,t in (weights|inner).items()},
                 compiles=(xla_counts()-before).compiles, steady=[(c.compiles, c.executions, c.to_host-c.looks) for c in steps],
                 sent=sent(learn))
 

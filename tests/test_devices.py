@@ -10,7 +10,8 @@ root = Path(__file__).resolve().parent.parent
 
 def python(args, n, **env):
     "Output of a process with `n` devices"
-    env = {k: v for k,v in os.environ.items() if k not in ('WORLD_SIZE', 'XLA_USE_SPMD')} | dict(CPU_NUM_DEVICES=str(n), PYTHONPATH=str(root)) | env
+    clean = {k: v for k,v in os.environ.items() if k not in ('WORLD_SIZE', 'XLA_USE_SPMD')}
+    env = clean | dict(CPU_NUM_DEVICES=str(n), PYTHONPATH=str(root)) | env
     res = subprocess.run([sys.executable, '-W', 'ignore', *args], cwd=root, env=env, capture_output=True, text=True)
     assert res.returncode == 0, res.stdout[-2000:] + res.stderr[-4000:]
     return res.stdout
@@ -27,11 +28,12 @@ def stack(ts): return torch.stack([t.as_subclass(torch.Tensor) for t in ts])
 def loss_error(a, b): return ((stack(a['losses'])-stack(b['losses'])).abs()/stack(a['losses']).abs()).max().item()
 def errors(a, b):
     "Weight -> difference, as a part of the largest in its tensor"
-    return {k: apart(w, b['weights'][k])/max(w.abs().max().item(), 1e-12) for k,w in a['weights'].items() if w.is_floating_point() and w.numel()}
+    ws = {k: w for k,w in a['weights'].items() if w.is_floating_point() and w.numel()}
+    return {k: apart(w, b['weights'][k])/max(w.abs().max().item(), 1e-12) for k,w in ws.items()}
 
 def same(a, b):
-    return all(torch.equal(torch.as_tensor(v), torch.as_tensor(b[part][k])) for part in ('weights', 'state') for k,v in a[part].items()) \
-        and torch.equal(stack(a['losses']), stack(b['losses']))
+    pairs = [(v, b[part][k]) for part in ('weights', 'state') for k,v in a[part].items()] + [*zip(a['losses'], b['losses'])]
+    return all(torch.equal(torch.as_tensor(v), torch.as_tensor(w)) for v,w in pairs)
 
 # Their true gradient is zero, or nearly: what Adam makes of it is rounding. A bias before BatchNorm, and that of attention's keys
 no_gradient = dict(convnet=(), tabular=(), text=(), words=('in_proj_bias',), unet=('bias', 'weight'))

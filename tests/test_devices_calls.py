@@ -4,6 +4,7 @@ from test_devices import python
 
 head = """
 import sys, warnings
+import torch_xla.distributed.spmd as spmd
 from fastai.vision.all import *
 from fastai_xla.all import *
 from fastai_xla import cases
@@ -19,14 +20,14 @@ def tells(f, *args, **kwargs):
 def says(code, n=4, **env): return python(['-c', head+code], n, **env)
 
 @pytest.mark.parametrize('code,words', [
-    ("learner().to_xla(); tells(learner().to_xla, devices='all')", 'RuntimeError|has used one of its 4 devices already|Restart the notebook'),
+    ("learner().to_xla(); tells(learner().to_xla, devices='all')", 'RuntimeError|has used one of its 4 devices|Restart the notebook'),
     ("torch.ones(2, device='xla'); tells(learner().to_xla, devices='all')", 'RuntimeError|has used one of its 4 devices already'),
     ("tells(learner().to_xla, devices=3)", 'ValueError|this process has 4|CPU_NUM_DEVICES'),
     ("tells(learner().to_xla, devices='both')", "ValueError|this takes 'all'"),
     ("tells(learner().to_xla, devices=9)", 'ValueError|this process has 4'),
     ("tells(learner().to_xla, 1, devices='all')", 'ValueError|one device, or all of them'),
     ("tells(learner().to_xla, devices='all', shard='zero')", "ValueError|this takes 'fsdp'"),
-    ("import torch_xla.distributed.spmd as xs; tells(learner().to_xla, mesh=xs.Mesh(range(4), (2, 2), ('x', 'y')))", "ValueError|the axis 'data'"),
+    ("tells(learner().to_xla, mesh=spmd.Mesh(range(4), (2, 2), ('x', 'y')))", "ValueError|the axis 'data'"),
     ("learner().to_xla(devices='all'); tells(learner().to_xla, devices=1)", 'ValueError|Restart Python to use one device')])
 def test_errors(code, words):
     out = says(code)

@@ -17,8 +17,10 @@ nbs = get_config(root).nbs_path
 if not nbs.exists(): pytest.skip('the notebooks are in the repository, not in the sdist', allow_module_level=True)
 slow_imports = ['torch_xla', 'torchvision', 'timm', 'sklearn.datasets', 'pandas', 'matplotlib.pyplot', 'fasthtml.basics', 'fasttransform',
     'execnb.shell', 'nbdev.test', 'pytest']
-# These and the tutorials run as users run them; the others compile more than they run, and do it as other tests do
+# These and the tutorials run as users run them; the others compile more than they run, and do it as other tests do,
+# and so do three of the tutorials
 long_runs = ('10_sampling', '11_optim', '12e_parity.backends')
+short_tutorials = ('04_where_backends_part', '06_why_slow', '09_more_than_one_core')
 
 @pytest.fixture(scope='module')
 def forked():
@@ -42,7 +44,7 @@ def run(nb, log, flags):
 @pytest.mark.parametrize('nb', sorted(nbglob(nbs, as_path=True)), ids=lambda o: str(o.relative_to(nbs)))
 def test_notebook(nb, forked, tmp_path):
     log = tmp_path/'log.txt'
-    short = nb.parent.name in ('api', 'howto', 'explanations') and nb.stem not in long_runs
+    short = nb.parent.name in ('api', 'howto', 'explanations') and nb.stem not in long_runs or nb.stem in short_tutorials
     process = forked.Process(target=run, args=(nb, log, os.environ.get('XLA_FLAGS') if short else None))
     process.start()
     process.join()

@@ -206,10 +206,10 @@ def test_save_and_load(tmp_path):
 
 def test_pretrained(tmp_path):
     "Weights and their vocabulary load into a model on XLA"
-    learn = lm_learner(tmp_path, config=one_layer)
+    learn = lm_learner(tmp_path)
     learn.save('w', with_opt=False)
     save_pickle(tmp_path/'models/w.pkl', learn.dls.vocab)
-    xla = lm_learner(tmp_path, config=one_layer)
+    xla = lm_learner(tmp_path)
     with torch.no_grad(): [p.zero_() for p in xla.model.parameters()]
     xla.to_xla()
     xla.load_pretrained(tmp_path/'models/w.pth', tmp_path/'models/w.pkl')

@@ -142,6 +142,7 @@ def _beside(text):
     "Names of collectives that run beside the instructions of several fusions, each of which holds a part: the first of each chain"
     return set({chain: name for name,chain in reversed(_link_re.findall(text))}.values())
 
+# %% ../../nbs/api/09d_aot.program.ipynb #0a5d3f43
 class Program:
     "What is in a compiled program"
     def __init__(self,
