@@ -62,7 +62,7 @@ def sidebar(page, url):
     links = page.eval_on_selector_all('.sidebar-tree a.internal', 'os => os.map(o => o.href)')
     if len(links) < 20: yield f'the sidebar has {len(links)} links'
     for o in dict.fromkeys(l.split('#')[0] for l in links):
-        if page.goto(o).status != 200: yield f'the sidebar leads to {o}'
+        if page.request.get(o).status != 200: yield f'the sidebar leads to {o}'
 
 def browse(
     out:Path, # Folder of the site
