@@ -2,17 +2,19 @@
 
     python docs/browse.py _docs [folder for screenshots]
 
-At the width of a phone and of a desk, light and dark: nothing scrolls sideways, nothing is written to the console, no picture is missing, no
-table or code block is cut where there is room beside it. Then the queries of `queries.txt` are typed, a cell is copied, and the sidebar is
-followed from end to end. Needs `pip install playwright` and a Chromium, which `CHROMIUM` names."""
+At the width of a phone and of a desk, light and dark: nothing scrolls sideways, nothing is written to the console, no picture is
+missing, no table or code block is cut where there is room beside it. Then the queries of `queries.txt` are typed, a cell is copied,
+and the sidebar is followed from end to end. Needs `pip install playwright` and a Chromium, which `CHROMIUM` names."""
 import functools, http.server, os, sys, threading
 from pathlib import Path
 from playwright.sync_api import sync_playwright
 from search import queries
 
 wide = """() => {
-  const cut = [...document.querySelectorAll('article pre, article .table-wrapper, article .output')].filter(o => o.scrollWidth > o.clientWidth + 1)
-  const article = document.querySelector('article').getBoundingClientRect(), room = o => article.right - o.getBoundingClientRect().right > 40
+  const boxes = [...document.querySelectorAll('article pre, article .table-wrapper, article .output')]
+  const cut = boxes.filter(o => o.scrollWidth > o.clientWidth + 1)
+  const right = document.querySelector('article')?.getBoundingClientRect().right
+  const room = o => right - o.getBoundingClientRect().right > 40
   return {scroll: document.documentElement.scrollWidth - innerWidth, cut: cut.filter(room).map(o => o.textContent.trim().slice(0, 60)),
     missing: [...document.images].filter(o => o.complete && !o.naturalWidth).map(o => o.src)}
 }"""
@@ -32,7 +34,7 @@ def look(browser, url, names, width, scheme, shots):
         page.goto(url+name)
         found = page.evaluate(wide)
         if found['scroll'] > 0: faults.append(f"scrolls sideways by {found['scroll']}")
-        faults = [*faults, *(f'cut: {o}' for o in found['cut']), *(f'missing: {o}' for o in found['missing']), *(f'console: {o}' for o in said)]
+        faults += [f'{k}: {o}' for k in ('cut', 'missing') for o in found[k]] + [f'console: {o}' for o in said]
         for o in faults: yield f'{name} at {width}, {scheme}: {o}'
         if shots: page.screenshot(path=shots/f"{name.replace('/', '_')}_{width}_{scheme}.png")
         faults,said[:] = [],[]
@@ -60,7 +62,7 @@ def sidebar(page, url):
     links = page.eval_on_selector_all('.sidebar-tree a.internal', 'os => os.map(o => o.href)')
     if len(links) < 20: yield f'the sidebar has {len(links)} links'
     for o in dict.fromkeys(l.split('#')[0] for l in links):
-        if page.goto(o).status != 200: yield f'the sidebar leads to {o}'
+        if page.request.get(o).status != 200: yield f'the sidebar leads to {o}'
 
 def browse(
     out:Path, # Folder of the site

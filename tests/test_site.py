@@ -90,6 +90,6 @@ def test_every_page_has_a_description_and_stays_at_home():
     for f in site.rglob('*.html'):
         text = f.read_text(encoding='utf-8')
         if f.name in ('search.html', 'genindex.html', '404.html'): continue
-        assert 'property="og:title"' in text and 'rel="icon"' in text, f
+        assert 'property="og:title"' in text and 'rel="shortcut icon"' in text, f
         assert not re.search(r'<(script|img|link)[^>]* (src|href)="https?://(?!fastai-xla\.github\.io)', text), f
         assert 'alt=""' not in text and not re.search(r'<img(?![^>]* alt=)', text), f
