@@ -206,9 +206,22 @@ def _do_fit(self:Learner):
         if where: raise RuntimeError(f'{e}\n{where}') from e
         raise
 
-# %% ../nbs/api/07_learner.ipynb #296d6dda
+# %% ../nbs/api/07_learner.ipynb #74258936
 _last_reports = WeakKeyDictionary()   # learner that has been on XLA -> its last report; as an attribute it would be exported
+_not_there = ("This learner has not been trained on an XLA device, so there is nothing to report. "
+              "Call `learn.to_xla()`, then fit, then `learn.xla_report()`.")
 
+@patch
+def xla_report(self:Learner) -> XLAReport: # Tables of compiles, executions, transfers and fallbacks
+    "What the last fit has cost on the XLA device; of a learner that has left it, the last fit there"
+    if hasattr(self, 'xla_opt'):
+        replay = self.xla_opt.replay
+        held = held_text(self.model, innermost(self.opt).state if self.opt else {})
+        return XLAReport(self.xla_opt.log, replay and replay.plain, replay and replay.beside, held)
+    if self not in _last_reports: raise RuntimeError(_not_there)
+    return _last_reports[self]
+
+# %% ../nbs/api/07_learner.ipynb #296d6dda
 def _host(o):
     if any(has_xla(v) for v in vars(o).values()): fetch_attrs(o)
 
@@ -245,17 +258,3 @@ def export(self:Learner, fname='export.pkl', **kwargs):
     finally:
         _attach(self, cb)
         settle(self)
-
-# %% ../nbs/api/07_learner.ipynb #74258936
-_not_there = ("This learner has not been trained on an XLA device, so there is nothing to report. "
-              "Call `learn.to_xla()`, then fit, then `learn.xla_report()`.")
-
-@patch
-def xla_report(self:Learner) -> XLAReport: # Tables of compiles, executions, transfers and fallbacks
-    "What the last fit has cost on the XLA device; of a learner that has left it, the last fit there"
-    if hasattr(self, 'xla_opt'):
-        replay = self.xla_opt.replay
-        held = held_text(self.model, innermost(self.opt).state if self.opt else {})
-        return XLAReport(self.xla_opt.log, replay and replay.plain, replay and replay.beside, held)
-    if self not in _last_reports: raise RuntimeError(_not_there)
-    return _last_reports[self]

@@ -114,6 +114,7 @@ def is_split(
     "Is a tensor split over the devices?"
     return bool(_Process.mesh) and _XLAC._get_xla_sharding_type(t) not in (None, 0)
 
+# %% ../nbs/api/00a_mesh.ipynb #0a5d3f47
 def lay_out(
     t, # XLA tensor, computed
     axes=(), # Of the mesh, for each of its first dimensions and none for the others; or an XLA tensor of its shape, as which to lay it out

@@ -62,8 +62,8 @@ def _checked(axes, t, name):
     known = mesh().axis_names
     unknown = [a for a in axes if a is not None and not {a, *([] if isinstance(a, str) else a)} & {*known}]
     if len(axes) <= t.dim() and not unknown: return axes
-    raise ValueError(f"param_spec gives {axes} for {name}, of shape {tuple(t.shape)}: one axis of the mesh (here {', '.join(known)}) or `None` for "
-                     "each dimension, and no more than it has.")
+    raise ValueError(f"param_spec gives {axes} for {name}, of shape {tuple(t.shape)}: one axis of the mesh (here "
+                     f"{', '.join(known)}) or `None` for each dimension, and no more than it has.")
 
 # %% ../nbs/api/06da_parallel.ipynb #cecfae55
 @patch
@@ -110,7 +110,8 @@ def _marked(t, sharding):
 def _sharding(*axes): return mesh().get_op_sharding(axes)
 
 def _split_params(model):
-    return [(m, n, p) for m in model.modules() if getattr(m, 'gather_weights', True) for n,p in m._parameters.items() if p is not None and is_split(p)]
+    owners = [m for m in model.modules() if getattr(m, 'gather_weights', True)]
+    return [(m, n, p) for m in owners for n,p in m._parameters.items() if p is not None and is_split(p)]
 
 @contextmanager
 def gathered(
@@ -144,7 +145,8 @@ def _projected(mha, q, k, v):
     biases = (None,)*3 if mha.in_proj_bias is None else mha.in_proj_bias.chunk(3)
     return [F.linear(x, w, b) for x,w,b in zip((q, k, v), mha.in_proj_weight.chunk(3), biases)]
 
-def _batch_first(self, query, key, value, key_padding_mask=None, need_weights=True, attn_mask=None, average_attn_weights=True, is_causal=False):
+def _batch_first(self, query, key, value, key_padding_mask=None, need_weights=True, attn_mask=None,
+                 average_attn_weights=True, is_causal=False):
     usual = self.batch_first and self._qkv_same_embed_dim and self.bias_k is None and not self.add_zero_attn and query.dim() == 3
     if not usual or need_weights or not is_xla(query):
         return _attention(self, query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal)
@@ -202,33 +204,34 @@ def held_text(
 ) -> str: # Empty on one device
     "What each of several devices holds"
     if not mesh(): return ''
-    parts = dict(parameters=[t for _,t in _named([model])], optimizer=[t for st in state.values() if isinstance(st, dict) for t in st.values()])
-    ts = {k: [t for t in v if isinstance(t, torch.Tensor) and is_xla(t)] for k,v in parts.items()}
-    here,whole = ({k: sum(t.nbytes//(n_parts(layout(t)) if split else 1) for t in v) for k,v in ts.items()} for split in (True, False))
-    what = ' and '.join(f'{_mb(here[k])} of {_mb(whole[k])} of {w}' for k,w in (('parameters', 'parameters'), ('optimizer', "optimizer state")))
-    return (f"Each batch is split over {n_shards()} of {n_devices()} devices, each of which holds {what}. What they send each other in a step: "
-            f"`learn.tpu_report('v5e-{n_devices()}').collectives`.")
+    states = [t for st in state.values() if isinstance(st, dict) for t in st.values()]
+    parts = {'parameters': [t for _,t in _named([model])], 'optimizer state': states}
+    def held(ts, split): return _mb(sum(t.nbytes//(n_parts(layout(t)) if split else 1) for t in ts))
+    found = {k: [t for t in v if isinstance(t, torch.Tensor) and is_xla(t)] for k,v in parts.items()}
+    what = ' and '.join(f'{held(v, True)} of {held(v, False)} of {k}' for k,v in found.items())
+    return (f"Each batch is split over {n_shards()} of {n_devices()} devices, each of which holds {what}. What they send each other "
+            f"in a step: `learn.tpu_report('v5e-{n_devices()}').collectives`.")
 
 # %% ../nbs/api/06da_parallel.ipynb #0a5d3f22
 _told = []
 _others = "1 of {0} devices is used: `learn.to_xla(devices='all')` shares each batch among all {0}."
-_uneven = ("A batch of {0} is split unevenly over {1} devices: each computes {2} items, with {3} of padding over all of them. The numbers are right; "
-           "a batch size that is a multiple of {1} wastes nothing.")
-_fewer = ("A batch of {0} is not split over {1} devices: each computes all of it, and nothing is gained. Take a batch size that is a multiple "
-          "of {1}; it is that of all devices together.")
+_uneven = ("A batch of {0} is split unevenly over {1} devices: each computes {2} items, with {3} of padding over all of them. "
+           "The numbers are right; a batch size that is a multiple of {1} wastes nothing.")
+_fewer = ("A batch of {0} is not split over {1} devices: each computes all of it, and nothing is gained. Take a batch size "
+          "that is a multiple of {1}; it is that of all devices together.")
 
 def _warn_size(bs, n):
     if bs and bs % n: warnings.warn((_fewer if bs < n else _uneven).format(bs, n, -(-bs//n), -bs % n))
 
 def _check_spread(device, devices, shard):
     if shard not in (None, 'fsdp'):
-        raise ValueError(f"to_xla(shard={shard!r}): this takes 'fsdp', which splits parameters and the optimizer's state over the devices, or "
-                         "`None`, with which each device has a copy of them.")
+        raise ValueError(f"to_xla(shard={shard!r}): this takes 'fsdp', which splits parameters and the optimizer's state over the "
+                         "devices, or `None`, with which each device has a copy of them.")
     if device is not None and devices not in (None, 1):
         raise ValueError(f"to_xla({device!r}, devices={devices!r}): one device, or all of them. Leave one of the two out.")
     if devices == 1 and mesh():
-        raise ValueError(f"to_xla(devices=1): programs of this process run on all {n_devices()} devices since an earlier `to_xla(devices=...)`, and torch_xla "
-                         "cannot go back. Restart Python to use one device, or leave `devices` out.")
+        raise ValueError(f"to_xla(devices=1): programs of this process run on all {n_devices()} devices since an earlier "
+                         "`to_xla(devices=...)`, and torch_xla cannot go back. Restart Python to use one device, or leave `devices` out.")
 
 def spread(
     learn, # Learner

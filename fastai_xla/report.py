@@ -112,18 +112,24 @@ class XLAReport:
     def empty(self) -> bool: # Has there been no fit yet?
         return self.watch is None and not any(self.log.batches.values()) and not self.log.compiled
 
-    def _parts(self): return (('The fit', self.totals), ('Per steady batch', self.steady), ('Compiled', self.compiled))
-    def __repr__(self):
-        if self.empty: return _no_fit
-        parts = [f'{t}\n{df.to_string(index=t != "Compiled")}' for t,df in self._parts() if len(df)]
-        why = ['Causes'] + ['\n    '.join([f'- {w}', *lines, cure]).rstrip() for w,lines,cure in self._why()]
-        return '\n\n'.join(parts + ['\n'.join(why)]*(len(why) > 1) + list(self._notes()))
-    def _repr_html_(self):
-        if self.empty: return f'<p>{_no_fit}</p>'
-        parts = [f'<p><b>{t}</b></p>{df.to_html(index=t != "Compiled", border=0)}' for t,df in self._parts() if len(df)]
-        why = [f"<li>{escape(w)}{''.join(f'<br><code>{escape(l)}</code>' for l in lines)}<br>{escape(cure)}</li>"
-               for w,lines,cure in self._why()]
-        return '\n'.join(parts + [f"<p><b>Causes</b></p><ul>{''.join(why)}</ul>"]*bool(why) + [f'<p>{n}</p>' for n in self._notes()])
+# %% ../nbs/api/02_report.ipynb #0a5d3f48
+@patch
+def _parts(self:XLAReport): return (('The fit', self.totals), ('Per steady batch', self.steady), ('Compiled', self.compiled))
+
+@patch
+def __repr__(self:XLAReport):
+    if self.empty: return _no_fit
+    parts = [f'{t}\n{df.to_string(index=t != "Compiled")}' for t,df in self._parts() if len(df)]
+    why = ['Causes'] + ['\n    '.join([f'- {w}', *lines, cure]).rstrip() for w,lines,cure in self._why()]
+    return '\n\n'.join(parts + ['\n'.join(why)]*(len(why) > 1) + list(self._notes()))
+
+@patch
+def _repr_html_(self:XLAReport):
+    if self.empty: return f'<p>{_no_fit}</p>'
+    parts = [f'<p><b>{t}</b></p>{df.to_html(index=t != "Compiled", border=0)}' for t,df in self._parts() if len(df)]
+    why = [f"<li>{escape(w)}{''.join(f'<br><code>{escape(l)}</code>' for l in lines)}<br>{escape(cure)}</li>"
+           for w,lines,cure in self._why()]
+    return '\n'.join(parts + [f"<p><b>Causes</b></p><ul>{''.join(why)}</ul>"]*bool(why) + [f'<p>{n}</p>' for n in self._notes()])
 
 # %% ../nbs/api/02_report.ipynb #9bfcd2b5
 @patch
