@@ -193,6 +193,10 @@ def _do_fit(self:Learner):
 # %% ../nbs/api/07_learner.ipynb #296d6dda
 _last_reports = WeakKeyDictionary()   # learner that has been on XLA -> its last report; as an attribute it would be exported
 
+def _report(learn):
+    cb = learn.xla_opt
+    return XLAReport(cb.log, cb.replay and cb.replay.plain, cb.replay and cb.replay.beside)
+
 def _host(o):
     if any(has_xla(v) for v in vars(o).values()): fetch_attrs(o)
 
@@ -211,7 +215,7 @@ def detach_xla(self:Learner) -> Learner: # The learner itself, on the CPU
     _move_dls(self.dls, cpu)
     rec = [self.recorder.loss, self.recorder.smooth_loss] if hasattr(self, 'recorder') else []
     for o in (self, *self.cbs, *self.metrics, *rec): _host(o)
-    if not (report := self.xla_report()).empty: _last_reports[self] = report
+    if not (report := _report(self)).empty: _last_reports[self] = report
     self.xla_opt.learn = None
     del self.xla_opt
     self.replayed = None
@@ -237,8 +241,6 @@ _not_there = ("This learner has not been trained on an XLA device, so there is n
 @patch
 def xla_report(self:Learner) -> XLAReport: # Tables of compiles, executions, transfers and fallbacks
     "What the last fit has cost on the XLA device; of a learner that has left it, the last fit there"
-    if hasattr(self, 'xla_opt'):
-        replay = self.xla_opt.replay
-        return XLAReport(self.xla_opt.log, replay and replay.plain, replay and replay.beside)
+    if hasattr(self, 'xla_opt'): return _report(self)
     if self not in _last_reports: raise RuntimeError(_not_there)
     return _last_reports[self]
