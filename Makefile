@@ -31,7 +31,7 @@ in-step: .venv/installed-dev
 	git diff --exit-code
 
 types: .venv/installed-dev
-	$(BIN)/python -m mypy --follow-imports=silent --ignore-missing-imports tests/typed_uses.py
+	$(BIN)/python -m mypy --follow-imports=silent --ignore-missing-imports --warn-unused-ignores tests/typed_uses.py
 
 docs: .venv/installed-docs
 	$(BIN)/python docs/build.py

@@ -211,13 +211,14 @@ _last_reports = WeakKeyDictionary()   # learner that has been on XLA -> its last
 _not_there = ("This learner has not been trained on an XLA device, so there is nothing to report. "
               "Call `learn.to_xla()`, then fit, then `learn.xla_report()`.")
 
+def _report(learn):
+    cb,held = learn.xla_opt,held_text(learn.model, innermost(learn.opt).state if learn.opt else {})
+    return XLAReport(cb.log, cb.replay and cb.replay.plain, cb.replay and cb.replay.beside, held)
+
 @patch
 def xla_report(self:Learner) -> XLAReport: # Tables of compiles, executions, transfers and fallbacks
     "What the last fit has cost on the XLA device; of a learner that has left it, the last fit there"
-    if hasattr(self, 'xla_opt'):
-        replay = self.xla_opt.replay
-        held = held_text(self.model, innermost(self.opt).state if self.opt else {})
-        return XLAReport(self.xla_opt.log, replay and replay.plain, replay and replay.beside, held)
+    if hasattr(self, 'xla_opt'): return _report(self)
     if self not in _last_reports: raise RuntimeError(_not_there)
     return _last_reports[self]
 
@@ -240,7 +241,7 @@ def detach_xla(self:Learner) -> Learner: # The learner itself, on the CPU
     _move_dls(self.dls, cpu)
     rec = [self.recorder.loss, self.recorder.smooth_loss] if hasattr(self, 'recorder') else []
     for o in (self, *self.cbs, *self.metrics, *rec): _host(o)
-    if not (report := self.xla_report()).empty: _last_reports[self] = report
+    if not (report := _report(self)).empty: _last_reports[self] = report
     self.xla_opt.learn = None
     del self.xla_opt
     self.replayed = None
