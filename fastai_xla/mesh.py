@@ -149,4 +149,4 @@ def batch_shardings(
 ) -> list: # What to tell torch_xla: a list with one for each, `None` for what each device has; nothing where there is no mesh
     "How the tensors of a batch are laid out"
     if not _Process.mesh or not any(t.dim() for t in ts): return []
-    return [[_spec(t.dim()).xla_spec(t) if t.dim() and len(t) >= n_shards() else None for t in ts]]
+    return [[_spec(t.dim()).xla_spec(t) if t.dim() and len(t) and len(t) % n_shards() == 0 else None for t in ts]]

@@ -22,6 +22,8 @@ from .step import _typed
 from .values import *
 
 # %% ../../nbs/api/05h_capture.recording.ipynb #624bd602
+_whole = '{replicated}'   # as what nothing has been said about
+
 class Recording:
     "A step as one compiled graph, with the counters that its Python would have moved on"
     def __init__(self,
@@ -48,7 +50,7 @@ class Recording:
                 raise Refused(f"the step reads a tensor of shape {tuple(c.shape)} that is no attribute of the model, the loss or "
                               f"a callback, where a change of it would go unseen; make it a buffer of a module, or an attribute")
         self.shapes = {k: (t.dtype, t.shape, True) for k,(t,(kind,_)) in enumerate(zip(trace.ts, self.sources)) if kind == 'state'}
-        self.layouts = {k: layout(t) for k,t in enumerate(trace.ts)}
+        self.layouts = {k: layout(t) or _whole for k,t in enumerate(trace.ts)}
         self.of_modules = trace.memory.of_modules
         in_place = {i for i,_ in self.updated}
         self.handle = compile_graph(trace.roots,
@@ -154,13 +156,19 @@ def _shape(reader):
     except LookupError: return None   # gone
     return (t.dtype, t.shape, t.is_xla) if isinstance(t, torch.Tensor) else None
 
+def _layout(reader):
+    f,*at = reader
+    try: t = f(*at)
+    except LookupError: return None
+    return layout(t) or _whole if isinstance(t, torch.Tensor) and t.is_xla else None
+
 @patch
 def ready(self:Recording,
     untouched:bool=False, # Is it known that nobody's code has run since the last step?
 ) -> bool:
     "Compute the step's Python numbers. Do they, and what the user's functions read, allow it to go as recorded?"
     if not untouched: self.moved = self.reads.moved()
-    if not untouched and self.laid and any(layout(f(*a)) != was for (f,*a),was in self.laid): return False
+    if not untouched and self.laid and any(_layout(r) != was for r,was in self.laid): return False
     if self.moved or any(_shape(r) != shape for r,shape in (self.own if untouched else self.attrs)): return False
     values = self.numbers.values()
     self.values = None if values is None else self.tape.evaluate(values)
