@@ -148,7 +148,7 @@ def xla_report(self:Learner,
     causes:bool=False, # Run a few more batches to find the causes? Nothing of the learner is changed by them
     n:int=8, # How many
 ) -> XLAReport: # Tables of compiles, executions, transfers and fallbacks
-    "What the last fit has cost on the XLA device"
+    "What the last fit has cost on the XLA device; of a learner that has left it, the last fit there"
     report = self._orig_xla_report()
     if causes: report.watch = _dry_fit(self, n, XLAReportCallback(warn=False, watch=OpWatch(each=True))).watch
     return report

@@ -139,9 +139,8 @@ def _replace(t, sharding):
 # %% ../nbs/api/00a_mesh.ipynb #ed64be32
 def _spec(n):
     "How tensors of `n` dimensions in a batch are laid out"
-    if n not in _Process.specs:
-        from torch_xla.distributed.spmd import ShardingSpec
-        _Process.specs[n] = ShardingSpec(_Process.mesh, ('data', *(None,)*(n-1)))
+    # not by `xs.ShardingSpec`, which takes one dimension on a mesh of two axes for split over both
+    if n not in _Process.specs: _Process.specs[n] = _Process.mesh._get_op_sharding_args(('data', *(None,)*(n-1)))
     return _Process.specs[n]
 
 def batch_shardings(
@@ -149,4 +148,4 @@ def batch_shardings(
 ) -> list: # What to tell torch_xla: a list with one for each, `None` for what each device has; nothing where there is no mesh
     "How the tensors of a batch are laid out"
     if not _Process.mesh or not any(t.dim() for t in ts): return []
-    return [[_spec(t.dim()).xla_spec(t) if t.dim() and len(t) and len(t) % n_shards() == 0 else None for t in ts]]
+    return [[_XLAC.XlaShardingSpec(t, *_spec(t.dim()), False) if t.dim() and len(t) and len(t) % n_shards() == 0 else None for t in ts]]

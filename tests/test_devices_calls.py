@@ -8,7 +8,7 @@ import torch_xla.distributed.spmd as spmd
 from fastai.vision.all import *
 from fastai_xla.all import *
 from fastai_xla import cases
-from fastai_xla.mesh import layout, mesh
+from fastai_xla.mesh import layout, mesh, n_devices
 from fastai_xla.transfer import fetch
 def learner(): return cases.images().add_cb(Callback())
 def tells(f, *args, **kwargs):
@@ -150,3 +150,22 @@ learn = cases.images(cbs=CutMix()).to_xla(devices='all')
 with learn.no_bar(), learn.no_logging(): learn.fit(2, 1e-3)
 print(dict(learn.xla_opt.replay.plain))""")
     assert out.strip() == '{}', out
+
+def test_mesh_of_two_axes():
+    "Rows of one layer and columns of the next are split over one axis, batches over the other; numbers are those of one device"
+    code = """
+from tests.many import words
+set_seed(0)
+learn = words()
+axes = {'linear1.weight': ('model', None), 'linear2.weight': (None, 'model')}
+def spec(name): return axes.get('.'.join(name.split('.')[-2:]))
+if n_devices() == 1: learn.to_xla()
+else: learn.to_xla(mesh=spmd.Mesh(range(4), (2, 2), ('data', 'model')), param_spec=spec)
+manual_seed(7)
+with learn.no_bar(), learn.no_logging(): learn.fit(1, 1e-3)
+print([l.item() for l in learn.recorder.losses])
+print([layout(p) for k,p in learn.model.named_parameters() if 'linear' in k and p.dim() == 2][:2])
+print(learn.xla_report().per_batch()['executions'], learn.xla_report().per_batch()['compiles'])"""
+    (one,_,_),(four,layouts,cost) = (says(code, n=n).splitlines()[-3:] for n in (1, 4))
+    assert max(abs(a-b) for a,b in zip(eval(one), eval(four))) < 1e-6
+    assert eval(layouts) == ['{devices=[2,1,2]0,2,1,3 last_tile_dim_replicate}', '{devices=[1,2,2]0,2,1,3 last_tile_dim_replicate}'] and cost == '1.0 0.0'
