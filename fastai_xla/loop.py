@@ -23,6 +23,7 @@ from .capture.effects import is_library
 from .capture.values import *
 from .learner_step import *
 from .replay import *
+from .logged import *
 
 # %% ../nbs/api/06c_loop.ipynb #acbdef69
 def _replay(learn):
@@ -39,14 +40,24 @@ def all_batches(self:Learner):
     "Train or evaluate `self.model` on all the batches of `self.dl`"
     if _replay(self) is None or not feedable(self.dl) or not _own(self): return self._orig_all_batches()
     r,self.n_iter,i = _replay(self),len(self.dl),0
-    r.looping = True
+    r.looping,log = True,r.log_of()
     r.passes += self.xla_opt.fitting   # a prediction is not audited each time
     try:
         for raws in in_groups(feed(self.dl, r.n_steps), r.n_steps):
-            if len(raws) == 1 or len(raws) < r.n_steps or not r.several(i, raws):
+            if log: self._logged_batches(log, i, raws)
+            elif len(raws) == 1 or len(raws) < r.n_steps or not r.several(i, raws):
                 for j,b in enumerate(raws): self.one_batch(i+j, b)
             i += len(raws)
     finally: r.looping = r.quiet = False
+
+# %% ../nbs/api/06c_loop.ipynb #acbdef70
+@patch
+def _logged_batches(self:Learner, log, i, raws):
+    "Batches of a learner with code of the user's"
+    for j,b in enumerate(raws):
+        self.iter = i+j
+        if log.serves(): log.one_batch(b)
+        else: _replay(self).traced_batch(b, log.off[self.training])
 
 # %% ../nbs/api/06c_loop.ipynb #bdcf89ea
 @patch

@@ -45,6 +45,7 @@ class Replay(Recordings):
         self.shared = False   # does somebody hold an alias of a parameter?
         self.moved = False   # has the batch drawn before its step, or is the random state not yet where it leaves it?
         self.ran_at = None   # `n_moves` after a replayed step, where callbacks may draw or run something
+        self.by_log = None   # what does the batches of a learner with code of the user's
         self.apart = ''   # why the batch transforms are no part of the step
 
     def __reduce__(self): return Replay, (self.learn, self.n_steps, self.warn)   # a copy of the learner records for itself
@@ -54,6 +55,7 @@ class Replay(Recordings):
         super().start()
         self.plain.clear()
         self.beside.clear()
+        if self.by_log: self.by_log.start()
 
 # %% ../nbs/api/06b_replay.ipynb #6e4d5462
 @patch

@@ -36,7 +36,7 @@ class Log(TorchFunctionMode):
     "Compares torch calls with a tree of those that were logged"
     def __init__(self):
         super().__init__()
-        self.root,self.known,self.asked,self.busy,self.fresh = Node(),KnownModules(),{},0,[]
+        self.root,self.known,self.asked,self.calls,self.busy,self.fresh = Node(),KnownModules(),{},{},0,[]
         self.forget()
 
     def forget(self):
@@ -383,6 +383,13 @@ def renew(self:Log,
     self.asked.pop(id(old), None)
     if value is not None: T.data.__set__(old, value)
     with torch._C.DisableTorchFunctionSubclass(): self._hold(n, i-n.base, None)
+
+@patch
+def tidy(self:Log):
+    "Attributes that somebody has set on a placeholder are not there at the next step"
+    for i in [i for i,t in enumerate(self.objs) if t.__dict__]:
+        n = node_of(self.path, i)
+        if self.objs[i] is n.held[i-n.base] and self.objs[i].__dict__ != n.kinds[i-n.base].attrs: self._hold(n, i-n.base, None)
 
 @patch
 def _hold(self:Log, n, j, t):

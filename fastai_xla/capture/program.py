@@ -43,21 +43,28 @@ def _compare_by_value(path):
 # %% ../../nbs/api/05n_capture.program.ipynb #b103b4b0
 class _Steps:
     "The numbers of known optimizers in a trace: each step of theirs on a tape of its own"
-    def __init__(self, seed): self.seed,self.done,self.was = seed,[],[]
+    def __init__(self, seed): self.seed,self.done,self.was,self.replaced = seed,[],[],[]
 
     def __call__(self, f):
         numbers,tape = f.numbers(),Tape(self.seed + len(self.done))
+        held = [(d, dict(d)) for d in numbers.dicts]
         self.was += [(d, k, get_number(d, k)) for d,k,*_ in numbers.places.values()]
         numbers.show(tape)
         try:
             with recorded_math(), shared_scalars(): f()
             counts = [o for d,k,name,_ in numbers.places.values() if (o := _count(tape, d, k, name))]
         finally: numbers.restore()
+        for d,was in held:
+            new = [(d, k, v, was.get(k)) for k,v in d.items() if isinstance(v, T) and v is not was.get(k) and is_xla(v)]
+            self.replaced += new
         self.done.append((numbers, tape, counts))
         for d,k,v in counts: put_number(d, k, tape.true[v[0]] if type(v) is tuple else v)
 
     def restore(self):
         for d,k,v in reversed(self.was): put_number(d, k, v)
+        for d,k,_,was in reversed(self.replaced):
+            if was is None: del d[k]
+            else: d[k] = was
 
     def shown(self): return [v for _,tape,_ in self.done for v in tape.shown]
     def places(self): return [(s, i) for s,(_,tape,_) in enumerate(self.done) for i in range(len(tape.shown))]
@@ -90,6 +97,7 @@ class StepTrace:
             env = {-1-j: t for j,t in enumerate(outside)}
             with torch.autograd.set_multithreading_enabled(False):
                 for n in path: self.steps(n.f) if hasattr(n.f, 'numbers') else run_node(n, env, nums, sent)
+            self.n_draws = n_draws(rng, rng_state())
             self._collect(env, escaped)
             then(self)
         finally:
@@ -141,6 +149,7 @@ def _collect(self:StepTrace, env, escaped):
         return 'result',at.setdefault(i, len(self.roots)-1)
     self.updated = [(name, root(t)) for (name,t,_),p in zip(self.tensors, waits) if p and name[0] != 'sent']
     self.grads = [(j, None if t.grad is None else root(t.grad)) for j,t,g,_ in self.leaves if t.grad is not g]
+    self.replaced = [(d, k, root(t)) for d,k,t,_ in self.steps.replaced]
     self.flags = [(j, t.requires_grad) for j,t,_,r in self.leaves if t.requires_grad != r]
     self.escapes = {o: root(env[o]) for o in sorted(escaped)}
     lost = first(o for o in escaped if env[o].is_leaf and env[o].grad is not None)
@@ -239,11 +248,12 @@ def _compile(self:Program, a, b):
         if k not in meanings and a.buffers[k] == b.buffers[k] and b.buffers[k] not in known and c.dim():
             raise Refused(f"the step reads a tensor of shape {tuple(c.shape)} that it was not given")
     self.steps = [(numbers, tape, counts) for numbers,tape,counts in b.steps.done]
-    self.updated,self.grads,self.flags,self.escapes,self.sources = b.updated,b.grads,b.flags,b.escapes,b.sources
+    self.updated,self.grads,self.flags,self.escapes,self.sources,self.replaced = (
+        b.updated, b.grads, b.flags, b.escapes, b.sources, b.replaced)
     self.numbers = {}   # (what, dtype) -> places among the inputs
     for k,m in meanings.items(): self.numbers.setdefault((m, b.consts[k].dtype), []).append(k)
     self.fixed = {k: b.ts[k] for k in b.consts if k not in meanings}
-    self.handle = compile_graph(b.roots)
+    self.n_draws,self.handle = b.n_draws,compile_graph(b.roots)
     return True
 
 # %% ../../nbs/api/05n_capture.program.ipynb #949ab430
@@ -303,6 +313,7 @@ def run(self:Program,
     value = lambda w: res[w[1]] if w[0] == 'result' else get(w)
     done = {o: value(w) for o,w in self.escapes.items()}
     updated = [(get(name), value(w)) for name,w in self.updated]
+    for d,k,w in self.replaced: d[k] = value(w)
     grads = [(outside[j], None if w is None else value(w)) for j,w in self.grads]
     for t,v in updated: set_data(t, v)
     for t,g in grads: t.grad = g
