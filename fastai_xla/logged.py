@@ -31,6 +31,7 @@ from .capture.values import *
 from .capture.known import *
 from .capture.calls import *
 from .capture.log import *
+from .capture.patches import *
 from .capture.program import *
 from .learner_step import *
 from .learner_step import _acts, _numbers_of
@@ -145,14 +146,14 @@ class Logged:
     def __init__(self,
         replay, # The learner's `Replay`, which keeps the reasons
     ):
-        self.replay,self.log,self.model = replay,Log(),None
+        self.replay,self.model = replay,None
         self.off,self.counts = {},{True: Counter(), False: Counter()}   # training? -> why steps are retraced; what has been done
 
     def start(self):
         "Begin a fit"
-        if self.model is not self.replay.learn.model: self.log,self.model = Log(),self.replay.learn.model
-        self.off,self.counts = {},{True: Counter(), False: Counter()}
-        self.log.known.found.clear()
+        if self.model is not self.replay.learn.model: self.logs,self.model = {True: Log(), False: Log()},self.replay.learn.model
+        self.off,self.counts,self.kinds = {},{True: Counter(), False: Counter()},set()
+        for log in self.logs.values(): log.known.found.clear()
         watch_optimizers()
 
     def serves(self) -> bool:
@@ -163,7 +164,8 @@ class Logged:
         b, # Batch, as `RawBatch` or as the dataloader gives it
     ):
         "`Learner.one_batch` with its torch calls logged"
-        r,learn,log = self.replay,self.replay.learn,self.log
+        r,learn = self.replay,self.replay.learn
+        log = self.log = self.logs[learn.training]
         r.begin()
         r.open,r.raws,r.later,r.tracing,learn.replayed = False,None,[],False,None
         settle_tensors()

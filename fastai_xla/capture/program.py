@@ -22,6 +22,7 @@ from .numbers import *
 from .state import *
 from .values import *
 from .calls import *
+from .arguments import *
 
 # %% ../../nbs/api/05n_capture.program.ipynb #976be0f8
 def _inv(v): return 1/v if v else float('inf')
