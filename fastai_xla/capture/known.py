@@ -8,7 +8,8 @@ Docs: https://fastai-xla.github.io/fastai_xla/api/capture.known.html.md"""
 __all__ = ['is_library_name', 'is_known', 'KnownModule', 'KnownModules']
 
 # %% ../../nbs/api/05j_capture.known.ipynb #4c943341
-import builtins, functools, random, sys
+import random, sys
+from contextlib import contextmanager
 from functools import partial
 from operator import itemgetter
 from types import BuiltinFunctionType, FunctionType, MethodType
@@ -68,7 +69,8 @@ class KnownModule:
         plain = {}
         for d,k,v in own:
             if isinstance(v, _plain) or isinstance(v, tuple) and _all_plain(v): plain.setdefault(id(d), (d, []))[1].append(k)
-        self.plain = [_getter(d, ks) for d,ks in plain.values()]
+        self.named = list(plain.values())
+        self.plain = [_getter(d, ks) for d,ks in self.named]
         self.lists = [(d, k) for d,k,v in own if isinstance(v, (list, dict)) and _all_plain(v)]
         self.others = [(d, k) for d,k,v in own if not isinstance(v, torch.Tensor) and not _all_plain(v)]
         self.others += [(m._modules, k) for m in self.ms for k in m._modules]
@@ -80,6 +82,19 @@ class KnownModule:
     def tensors(self) -> list: # Some may be `None`
         "What the module reads beside its arguments"
         return [d[k] for d,k in self.places]
+
+    @contextmanager
+    def as_was(self,
+        guard:list, # From an earlier `guard`
+        tensors:list, # From an earlier `tensors`
+    ):
+        "Within the block the module has the values and tensors that it had"
+        now = [(d, {k: d[k] for k in ks}) for d,ks in self.named] + [(d, {k: d[k]}) for d,k in self.places]
+        for (d,ks),v in zip(self.named, guard): d.update(zip(ks, v if len(ks) > 1 else (v,)))
+        for (d,k),t in zip(self.places, tensors): d[k] = t
+        try: yield
+        finally:
+            for d,v in now: d.update(v)
 
     def shape_now(self) -> list:
         "Which attributes, modules and hooks there are"

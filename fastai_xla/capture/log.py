@@ -116,6 +116,7 @@ def call(self:Log,
     key = self._skeleton_of(f, args, kwargs, tensors),context_now(),guard
     saw = self.saw_xla or is_xla(kwargs.get('device'))
     n = self._matching(f, key)
+    if hasattr(f, 'taken'): self.taken[self.cur.depth+1] = f.taken()
     if self.answering:
         if n is not None and n.held is not None: return self._answer(n)
         if not saw:   # nothing of the device: run it, unless it makes something there

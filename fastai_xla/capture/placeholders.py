@@ -29,7 +29,7 @@ def _give_up(self:Log, why):
     env = {-1-j: t for j,t in enumerate(self.outside)}
     self.busy += 1
     try:
-        for n in self.path: run_node(n, env, self.nums, self.hosts)
+        for n in self.path: run_node(n, env, self.nums, self.hosts, self.taken.get(n.depth, ()))
     finally: self.busy -= 1
     self.given,self.env = self.objs,[env[i] for i in range(len(self.objs))]
     for i,t in enumerate(self.env): self.at[id(t)] = i

@@ -38,15 +38,26 @@ def _mixed(path, nums, rng, only=None):
         else: res.append(v + rng.randint(3, 10**6) if type(v) is int else v*(1 + rng.random()*.3) + rng.random()*.1)
     return res
 
-def _compare_by_value(path):
-    for n in path: n.bad = tuple((n.at[0]+i, v) for i,(k,v) in enumerate(zip(n.names, n.vals)) if k in decides)
+def _compare_by_value(path, nums):
+    "From now on, with the values of this step"
+    for n in path:
+        known = dict(n.bad)
+        at = [n.at[0]+i for i,k in enumerate(n.names) if k in decides]
+        n.bad = tuple((i, known.get(i, nums[i])) for i in at)
+    return [o for n in path for o in n.bad]
 
 # %% ../../nbs/api/05n_capture.program.ipynb #b103b4b0
 class _Steps:
     "The numbers of known optimizers in a trace: each step of theirs on a tape of its own"
     def __init__(self, seed): self.seed,self.done,self.was,self.replaced = seed,[],[],[]
 
-    def __call__(self, f):
+    def __call__(self, f, taken):
+        was = put_numbers(taken)
+        self.was = was if not self.was else self.was + [o for o in was if all(o[0] is not d or o[1] != k for d,k,_ in self.was)]
+        self._run(f)
+        put_numbers([(d, k, v) for (d,k,v),(_,_,t) in zip(was, taken) if get_number(d, k) == t])
+
+    def _run(self, f):
         numbers,tape = f.numbers(),Tape(self.seed + len(self.done))
         held = [(d, dict(d)) for d in numbers.dicts]
         self.was += [(d, k, get_number(d, k)) for d,k,*_ in numbers.places.values()]
@@ -62,7 +73,7 @@ class _Steps:
         for d,k,v in counts: put_number(d, k, tape.true[v[0]] if type(v) is tuple else v)
 
     def restore(self):
-        for d,k,v in reversed(self.was): put_number(d, k, v)
+        put_numbers(self.was)
         for d,k,_,was in reversed(self.replaced):
             if was is None: del d[k]
             else: d[k] = was
@@ -83,6 +94,7 @@ class StepTrace:
         outside:list, # Tensors from outside
         hosts:list, # Tensors of the host that are sent
         nums:list, # Numbers
+        taken:dict, # Depth of a call of an optimizer -> its numbers then
         escaped, # Origins of results that are wanted
         seed:int=1, # For the numbers of optimizers
         then=noop, # Called with the trace while its graph is there
@@ -97,7 +109,9 @@ class StepTrace:
             torch.clear_autocast_cache()
             env = {-1-j: t for j,t in enumerate(outside)}
             with torch.autograd.set_multithreading_enabled(False):
-                for n in path: self.steps(n.f) if hasattr(n.f, 'numbers') else run_node(n, env, nums, sent)
+                for n in path:
+                    if hasattr(n.f, 'numbers'): self.steps(n.f, taken[n.depth])
+                    else: run_node(n, env, nums, sent)
             self.n_draws = n_draws(rng, rng_state())
             self._collect(env, escaped)
             then(self)
@@ -204,21 +218,22 @@ class Program:
         outside:list, # Tensors from outside
         hosts:list, # Tensors of the host that are sent
         nums:list, # Numbers
+        taken:dict, # Depth of a call of an optimizer -> its numbers then
         escaped:frozenset=frozenset(), # Origins of results that are wanted
     ):
         self.path,self.escaped,self.sent,self.runs = path,escaped,{},0
-        self._args,rng = (path, outside, hosts),random.Random(1)
+        self._args,self._taken,rng = (path, outside, hosts),taken,random.Random(1)
         true = self._trace(nums, 1)
         if (found := self._found(nums, rng, true)) is None:
             for k in dict.fromkeys(k for n in path for k in n.names):
                 if k not in decides and self._found(nums, rng, true, only=k) is None: decides.add(k)
             found = self._found(nums, rng, true)
         if found is None: raise Refused("the graph of the step has constants that no number of the step explains")
-        _compare_by_value(path)
-        self._args = None
+        self.decided = _compare_by_value(path, nums)
+        self._args = self._taken = None
 
     def _trace(self, nums, seed, then=noop):
-        return StepTrace(*self._args, nums, self.escaped, seed, then)
+        return StepTrace(*self._args, nums, self._taken, self.escaped, seed, then)
 
     def _found(self, nums, rng, true, only=None):
         va,vb = (_mixed(self.path, nums, rng, only) for _ in range(2))
@@ -259,18 +274,19 @@ def _compile(self:Program, a, b):
 
 # %% ../../nbs/api/05n_capture.program.ipynb #949ab430
 @patch
-def ready(self:Program) -> bool:
-    "Compute the numbers of known optimizers. Does the program serve them?"
+def ready(self:Program,
+    taken:dict, # Depth of a call of an optimizer -> its numbers then
+    nums:list, # Numbers
+) -> bool:
+    "Compute the numbers of known optimizers. Does the program serve them, and those that decide?"
     self.values = []
-    was = [(d, k, get_number(d, k)) for numbers,*_ in self.steps for d,k,*_ in numbers.places.values()] if len(self.steps) > 1 else []
-    try:
-        for numbers,tape,counts in self.steps:
-            now = numbers.values()
-            if now is None or not tape.holds(now := tape.evaluate(now)): return False
-            self.values.append(now)
-            for d,k,v in counts if was else (): put_number(d, k, now[v[0]] if type(v) is tuple else v)
-    finally:
-        for d,k,v in reversed(was): put_number(d, k, v)
+    if any(nums[i] != v for i,v in self.decided): return False
+    for (numbers,tape,_),numbers_now in zip(self.steps, taken.values()):
+        at = {(id(d), k): v for d,k,v in numbers_now}
+        now = {name: at.get((id(d), k)) for name,(d,k) in numbers.first.items()}
+        if None in now.values() or any(at.get((id(d), k)) != now[name] for d,k,name in numbers.same): return False
+        if not tape.holds(now := tape.evaluate(now)): return False
+        self.values.append(now)
     return True
 
 @patch
