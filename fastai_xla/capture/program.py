@@ -187,6 +187,7 @@ def _candidates(path, a, b, dtype):
     "Pairs of values of a constant in two traces -> the number that it would be, and how"
     res,keys = {},[k for n in path for k in n.names]
     for place,v,w in zip(a.steps.places(), a.steps.shown(), b.steps.shown()):
+        if v == w: continue   # it was shown as it is, and a constant may be equal by chance
         res.setdefault((_rounded(v, dtype), _rounded(w, dtype)), ('step', *place))
     for i,(k,v,w) in enumerate(zip(keys, a.nums, b.nums)):
         if v == w: continue
