@@ -186,13 +186,13 @@ def _rounded(v, dtype):
 def _candidates(path, a, b, dtype):
     "Pairs of values of a constant in two traces -> the number that it would be, and how"
     res,keys = {},[k for n in path for k in n.names]
-    for place,v,w in zip(a.steps.places(), a.steps.shown(), b.steps.shown()):
-        if v == w: continue   # it was shown as it is, and a constant may be equal by chance
-        res.setdefault((_rounded(v, dtype), _rounded(w, dtype)), ('step', *place))
-    for i,(k,v,w) in enumerate(zip(keys, a.nums, b.nums)):
-        if v == w: continue
-        for g in _functions if dtype.is_floating_point else _functions[:2]:
-            if dtype.is_floating_point or type(v) is int: res.setdefault((_rounded(g(v), dtype), _rounded(g(w), dtype)), ('number', i, g))
+    def add(v, w, what):
+        if not dtype.is_floating_point and not (type(v) is type(w) is int): return
+        pair = _rounded(v, dtype),_rounded(w, dtype)
+        if pair[0] != pair[1]: res.setdefault(pair, what)   # others may be equal by chance
+    for place,v,w in zip(a.steps.places(), a.steps.shown(), b.steps.shown()): add(v, w, ('step', *place))
+    for i,(v,w) in enumerate(zip(a.nums, b.nums)):
+        for g in _functions: add(g(v), g(w), ('number', i, g))
     return res
 
 def explain(
