@@ -54,7 +54,8 @@ def _unknown_module(m):
         if not is_known(own): return f'what a {type(o).__name__} holds'
         hooks = [h for n in ('_forward_hooks', '_forward_pre_hooks', '_backward_hooks', '_backward_pre_hooks') for h in getattr(o, n).values()]
         if not all(map(_hook_known, hooks)): return f'a hook on a {type(o).__name__}'
-    return ''
+    hooks = [h for p in m.parameters() for d in (p._backward_hooks, p._post_accumulate_grad_hooks) if d for h in d.values()]
+    return '' if all(map(_hook_known, hooks)) else 'a hook on a parameter'
 
 def _unknown_loss(f):
     if isinstance(f, nn.Module): return _unknown_module(f)

@@ -1,0 +1,313 @@
+"Learners with code of the user's: it runs at every step, only the device's work is replayed; the same numbers as retraced steps"
+import dataclasses, math, random
+from functools import partial
+from math import cos, pi
+from types import SimpleNamespace
+import numpy as np, pytest, torch, torch.nn.functional as F
+from torch import nn
+from fastai.basics import *
+from fastai.callback.all import *
+from fastai_xla.all import *
+from fastai_xla.graphs import manual_seed
+from fastai_xla.logged import unknown_code
+
+def items(n=192):
+    g = torch.Generator().manual_seed(7)
+    x = torch.randn(n, 6, generator=g)
+    return list(zip(x, x[:,:1]*2 - x[:,1:2]*x[:,2:3]))
+
+def data(): return DataLoaders.from_dsets(items()[:160], items()[160:], bs=16, num_workers=0)
+def mlp(o=1): return nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, o))
+
+def host(o):
+    if isinstance(o, torch.Tensor): return o.detach().cpu().as_subclass(torch.Tensor).clone()
+    if isinstance(o, dict): return {k: host(v) for k,v in o.items()}
+    return [host(v) for v in o] if isinstance(o, (list, tuple, L)) else o
+
+def leaves(o):
+    if isinstance(o, dict): o = list(o.values())
+    return [l for v in o for l in leaves(v)] if isinstance(o, (list, tuple)) else [o]
+
+def run(story, replay, xla=True, n=3):
+    "A fit of a story: what it leaves, and the learner"
+    torch.manual_seed(0)
+    np.random.seed(0)
+    random.seed(0)
+    manual_seed(3)
+    kwargs = dict(model=mlp, loss_func=nn.MSELoss, cbs=list, see=lambda learn: None) | story()
+    see,model,loss,cbs = (kwargs.pop(k) for k in ('see', 'model', 'loss_func', 'cbs'))
+    learn = Learner(kwargs.pop('dls', data)(), model(), loss_func=loss(), **kwargs)
+    if xla: learn.to_xla(replay=replay)
+    with learn.no_bar(), learn.no_logging(): learn.fit(n, 1e-2, cbs=cbs())
+    left = dict(losses=[float(o) for o in learn.recorder.losses], values=[[float(v) for v in r] for r in learn.recorder.values],
+                sd=host(learn.model.state_dict()), see=host(see(learn)))
+    return left,learn
+
+def counts(learn): return learn.xla_opt.replay.by_log.counts
+
+def agree(story, branches=1, valid=1, tol=0., cpu=True, n=3):
+    "Replayed as retraced, and as on the CPU; traced only where a path is new"
+    (a,_),(b,learn) = run(story, False, n=n),run(story, 'auto', n=n)
+    for k in a:
+        for x,y in zip(leaves(a[k]), leaves(b[k]), strict=True):
+            if isinstance(x, torch.Tensor): torch.testing.assert_close(x, y, rtol=tol, atol=tol)
+            elif isinstance(x, float): assert x == y or abs(x-y) <= tol*max(1, abs(x)), (k, x, y)
+            else: assert x == y, (k, x, y)
+    train,val = counts(learn)[True],counts(learn)[False]
+    if branches is not None:
+        assert train['traced'] == branches and not train['refused'], (train, learn.xla_opt.replay.why)
+        assert train['replayed'] == 10*n - branches
+        if valid is not None: assert (val['traced'], val['refused']) == (valid, 0)
+    if cpu:
+        c,_ = run(story, False, xla=False, n=n)
+        test_close(b['losses'], c['losses'], eps=1e-4*max(1, max(c['losses'])))
+    return learn
+
+# --- numbers that Python code computes in any way
+
+class Weight(Callback):
+    "The loss times a number"
+    ws = [1., .5, .1]
+    def __init__(self, how): self.how,self.host = how,torch.linspace(1, .1, 3)
+    def number(self, e):
+        if self.how == 'list': return self.ws[e]
+        if self.how == 'interp': return np.interp(e, [0, 2], [1., .1])
+        if self.how == 'cos': return .5*(1 + cos(pi*e/self.n_epoch))
+        if self.how == 'and': return .5 if e & 1 else 1.
+        if self.how == 'floor': return 1 + math.floor(e/2)
+        if self.how == 'ramp from 1': return max(.1, 1 - .4*e)
+        if self.how == 'linspace': return torch.linspace(1, .1, 3)[e].item()
+        if self.how == 'iter': return 1 + .01*self.train_iter
+        if self.how == 'int': return 1 + e
+        if self.how == 'float32': return np.float32(1/(1+e))
+        if self.how == 'host tensor': return self.host[e]
+        if self.how == 'sent tensor': return self.host[e].to(self.learn.loss.device)
+        self.host.data[0] = 1 + .1*self.iter   # no version is bumped
+        return self.host.to(self.learn.loss.device)[0]
+    def after_loss(self):
+        self.learn.loss_grad = self.learn.loss_grad*self.number(self.epoch)
+        self.learn.loss = self.learn.loss_grad.clone()
+
+hows = ['list', 'interp', 'cos', 'and', 'floor', 'ramp from 1', 'linspace', 'iter', 'int', 'float32', 'host tensor', 'sent tensor', 'changed']
+@pytest.mark.parametrize('how', hows)
+def test_a_number(how):
+    learn = agree(lambda: dict(cbs=lambda: Weight(how)), cpu=how != 'sent tensor' and how != 'changed')
+    assert not learn.xla_opt.replay.plain
+
+class Range(Callback):
+    def after_loss(self):
+        for _ in range(self.epoch): self.learn.loss_grad = self.learn.loss_grad*.5
+        self.learn.loss = self.learn.loss_grad.clone()
+
+def test_a_range_is_a_branch_for_each_length():
+    learn = agree(lambda: dict(cbs=Range), branches=3, valid=3)
+    assert any('torch.Tensor.mul' in why for why in learn.xla_opt.replay.why)
+
+class TopK(Callback):
+    def before_epoch(self): self.k = 4 + 4*self.epoch
+    def after_pred(self): self.learn.pred = self.learn.pred.topk(self.k, 1)[0].mean(1, keepdim=True)
+
+def test_top_k_of_training_and_validation():
+    learn = agree(lambda: dict(model=lambda: mlp(16), cbs=TopK), branches=3, valid=3)
+    assert any('has another argument: 4 -> 8' in why for why in learn.xla_opt.replay.why)
+
+class Drop(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a,self.b,self.p = nn.Linear(6, 16),nn.Linear(16, 1),0.
+    def forward(self, x): return self.b(F.dropout(self.a(x).relu(), p=self.p, training=self.training))
+class DropMore(Callback):
+    def before_epoch(self): self.model.p = .2*self.epoch
+
+def test_dropout_by_the_epoch(): agree(lambda: dict(model=Drop, cbs=DropMore), branches=3, valid=3, cpu=False)
+
+class Clip(Callback):
+    def after_backward(self): nn.utils.clip_grad_norm_(self.model.parameters(), [1., .1, .01][self.epoch])
+
+def test_clipping_by_a_list(): agree(lambda: dict(cbs=Clip), branches=None, tol=1e-6)
+
+# --- modules of libraries that are held by something else
+
+class PlainLoss:
+    "Not a module, and holds one"
+    def __init__(self): self.ce = nn.Sequential(nn.Dropout(0.), nn.Identity())
+    def __call__(self, p, y): return F.mse_loss(self.ce(p), y)
+class Louder(Callback):
+    def before_epoch(self): self.learn.loss_func.ce[0].p = .3*self.epoch
+
+def test_a_module_held_by_a_plain_loss():
+    learn = agree(lambda: dict(loss_func=PlainLoss, cbs=Louder), branches=3, valid=3, cpu=False)
+    assert any('Sequential' in why for why in learn.xla_opt.replay.why)
+
+class Teacher(Callback):
+    "An average of the weights, in training mode in one epoch"
+    def before_fit(self): self.t = deepcopy(self.model).eval()
+    def before_epoch(self): self.t.train(self.epoch == 1)
+    def after_loss(self):
+        if not self.training: return
+        with torch.no_grad(): q = self.t(self.x)
+        self.learn.loss_grad = self.learn.loss_grad + .3*(self.learn.pred-q).pow(2).mean()*(1+self.iter/10)
+    def after_step(self):
+        with torch.no_grad():
+            for a,b in zip(self.t.parameters(), self.model.parameters()): a.lerp_(b, .1)
+
+def with_dropout(): return nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Dropout(.2), nn.Linear(16, 1))
+def test_a_teacher(): agree(lambda: dict(model=with_dropout, cbs=Teacher), branches=2, cpu=False)
+
+# --- optimizers
+
+class SecondOptimizer(Callback):
+    def before_fit(self): self.o = torch.optim.Adam(self.model[2:].parameters(), lr=1e-3)
+    def after_step(self): self.o.step()
+    def after_epoch(self): self.o.param_groups[0]['lr'] *= .5
+def test_a_second_optimizer(): agree(lambda: dict(cbs=SecondOptimizer), branches=None)
+
+class TorchSchedule(Callback):
+    "Steps after the optimizer, within the step"
+    def before_fit(self): self.s = torch.optim.lr_scheduler.StepLR(self.opt.opt, 4, .5)
+    def after_step(self): self.s.step()
+def test_a_schedule_that_steps_within_the_step():
+    agree(lambda: dict(opt_func=partial(OptimWrapper, opt=torch.optim.SGD, momentum=.9), cbs=TorchSchedule))
+
+class Sam(Callback):
+    def after_backward(self):
+        ps = list(self.model.parameters())
+        n,es = torch.stack([p.grad.norm() for p in ps]).norm(),[]
+        with torch.no_grad():
+            for p in ps:
+                e = p.grad*(.05/(n+1e-12))
+                p.add_(e)
+                es.append(e)
+        self.model.zero_grad()
+        self.learn.loss_func(self.model(*self.xb), *self.yb).backward()
+        with torch.no_grad():
+            for p,e in zip(ps, es): p.sub_(e)
+def test_sharpness_aware_minimisation(): agree(lambda: dict(cbs=Sam), tol=1e-6)
+
+class Freeze(Callback):
+    def before_epoch(self): self.model[0].weight.requires_grad_(self.epoch != 1)
+def keep(x): return x
+def test_freezing(): agree(lambda: dict(loss_func=lambda: lambda p,y: F.mse_loss(keep(p), y), cbs=Freeze), branches=2, valid=2, cpu=False)
+
+# --- who holds results after the step
+
+class Keeps(Callback):
+    "A list of (step, loss), a deque, a closure, a namespace"
+    def before_fit(self): self.all,self.rare,self.fs,self.prev = [],[],[],None
+    def after_loss(self):
+        l = self.learn.loss.detach()
+        self.all.append((self.iter, l))
+        if self.iter == 5 and self.epoch == 1: self.rare.append(self.learn.pred.detach()*2)
+        v = l*3
+        self.fs.append(lambda: v)
+        self.ns = SimpleNamespace(d={'z': [self.learn.pred.detach()]})
+        if self.prev is not None and self.training: self.learn.loss_grad = self.learn.loss_grad + .01*self.prev
+        self.prev = l
+
+def test_results_that_somebody_holds():
+    cbs = []
+    def story():
+        cbs.append(Keeps())
+        return dict(cbs=lambda: cbs[-1], see=lambda learn: (lambda c: [c.all, c.rare, [f() for f in c.fs], c.ns.d])(cbs[-1]))
+    agree(story, branches=3)   # the first, those with one before, the rare one
+    assert len({float(l) for _,l in cbs[1].all}) == 36   # each step its own
+
+@dataclasses.dataclass
+class Out: a: object; b: object; n: int = 0
+class Returns(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.a,self.b,self.kind = nn.Linear(6, 16),nn.Linear(16, 1),kind
+    def forward(self, x):
+        h = self.a(x).relu()
+        self.acts = dict(h=h.detach())
+        return Out(self.b(h), h, len(x)) if self.kind == 'dataclass' else AttrDict(a=self.b(h), b=h)
+class Looks(Callback):
+    def before_fit(self): self.seen = []
+    def after_batch(self): self.seen.append(self.learn.pred.b.detach().mean().item())
+def out_loss(p, t): return F.mse_loss(p.a, t) + .01*p.b.pow(2).mean()
+
+@pytest.mark.parametrize('kind', ['dataclass', 'AttrDict'])
+def test_a_model_that_returns_an_object(kind):
+    cbs = []
+    def story():
+        cbs.append(Looks())
+        return dict(model=partial(Returns, kind), loss_func=lambda: out_loss, cbs=lambda: cbs[-1], see=lambda learn: [cbs[-1].seen, learn.model.acts])
+    agree(story)
+
+# --- random numbers, branches
+
+class HostRandom(Callback):
+    "As MixUp: draws of numpy, of `random` and of torch on the host"
+    run_valid = False
+    def after_pred(self):
+        q,n = self.learn.pred,len(self.x)
+        lam,p,w = float(np.random.beta(.4, .4)),torch.randperm(n).to(q.device),torch.tensor(random.random()).to(q.device)
+        self.learn.pred = (q*lam + q[p]*(1-lam))*w + .01*torch.rand(n, 1).to(q.device)
+def test_random_numbers_of_the_host(): agree(lambda: dict(cbs=HostRandom))
+
+class DeviceRandom(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a,self.b = nn.Linear(6, 16),nn.Linear(16, 1)
+    def forward(self, x):
+        h = F.dropout(self.a(x + .1*torch.randn_like(x)).relu(), .3, self.training)
+        return self.b(h*(torch.rand(len(x), 1, device=x.device) < .9))
+def test_random_numbers_of_the_device(): agree(lambda: dict(model=DeviceRandom), cpu=False)
+
+class StochasticDepth(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a,self.b,self.m = nn.Linear(6, 16),nn.Linear(16, 1),nn.ModuleList([nn.Linear(16, 16) for _ in range(2)])
+    def forward(self, x):
+        h = self.a(x)
+        for m in self.m:
+            if not self.training or random.random() < .5: h = h + m(h).relu()
+        return self.b(h)
+def test_a_branch_for_each_depth():
+    learn = agree(lambda: dict(model=StochasticDepth), branches=None, n=4)
+    assert counts(learn)[True]['compiled'] <= 6 and counts(learn)[True]['replayed'] >= 32
+
+def test_accumulated_gradients(): agree(lambda: dict(loss_func=lambda: lambda p,y: F.mse_loss(keep(p), y), cbs=lambda: GradientAccumulation(40)),
+                                        branches=None, cpu=False)
+
+# --- what is not replayed
+
+class Reads(Callback):
+    def __init__(self, when): self.when = when
+    def before_fit(self): self.seen = []
+    def after_loss(self):
+        if self.when(self): self.seen.append(self.learn.loss.item())
+
+def test_a_value_that_is_read_at_each_step_is_retraced():
+    learn = agree(lambda: dict(cbs=lambda: Reads(lambda cb: True)), branches=None)
+    (why,) = set(learn.xla_opt.replay.by_log.off.values())
+    assert why.startswith('torch.Tensor.item at test_log.py, line ') and 'reads a value' in why
+    assert counts(learn)[True]['replayed'] == 0
+
+def test_a_value_that_is_read_once():
+    learn = agree(lambda: dict(cbs=lambda: Reads(lambda cb: cb.epoch == 1 and cb.iter == 3)), branches=None)
+    assert (counts(learn)[True]['replayed'], counts(learn)[True]['refused']) == (28, 1)
+
+class BackwardHook(Callback):
+    def before_fit(self): self.h = self.model[0].weight.register_hook(lambda g: g*(1+self.epoch))
+    def after_fit(self): self.h.remove()
+def test_a_hook_in_the_backward_pass_is_retraced():
+    learn = agree(lambda: dict(cbs=BackwardHook), branches=None)
+    assert 'backward' in learn.xla_opt.replay.by_log.off[True] and counts(learn)[True]['replayed'] == 0
+
+# --- what it costs, and whom it concerns
+
+def test_one_execution_no_compile_no_transfer_to_host():
+    _,learn = run(lambda: dict(cbs=lambda: Weight('iter')), 'auto', n=2)
+    report = learn.xla_report()
+    for phase in ('training', 'validation'):
+        c = report.per_batch(phase)
+        assert (c['compiles'], c['executions'], c['to host'], c['fallbacks']) == (0, 1, 0, 0), (phase, c)
+        assert c['to device'] <= 2   # the batch; numbers and what the step sends
+    assert report.steady['of'].tolist()[0] == 18 and not learn.xla_opt.replay.plain
+
+def test_learners_of_libraries_are_recorded_as_before():
+    _,learn = run(lambda: {}, 'auto')
+    assert not unknown_code(learn) and learn.xla_opt.replay.by_log is None
+    assert not learn.xla_opt.replay.plain
