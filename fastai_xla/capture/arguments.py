@@ -96,10 +96,14 @@ def _leaf(self:Arguments, a):
     if i is not None:
         self.saw_xla = True
         return i
-    with torch._C.DisableTorchFunctionSubclass():
-        if a.is_xla: return self._from_outside(a)
-        self.hosts.append(a.detach().clone() if a.numel() < 1<<20 else a.detach())   # as it is now
-        return ('on the host', type(a), a.shape, a.dtype)
+    if type(a) in (T, P): return self._new_leaf(a)
+    with torch._C.DisableTorchFunctionSubclass(): return self._new_leaf(a)
+
+@patch
+def _new_leaf(self:Arguments, a):
+    if a.is_xla: return self._from_outside(a)
+    self.hosts.append(a.detach().clone() if a.numel() < 1<<20 else a.detach())   # as it is now
+    return ('on the host', type(a), a.shape, a.dtype)
 
 @patch
 def _from_outside(self:Arguments, a):
@@ -109,8 +113,9 @@ def _from_outside(self:Arguments, a):
     if not self.answering:
         if pending([a])[0]: self.refuse(f"a tensor of shape {tuple(a.shape)} at {user_line()} was made in the step where nobody saw it")
         if not a.is_leaf: self.refuse(f"a tensor with a graph from before the step is used at {user_line()}; `detach()` it")
-    no_grad = a.is_leaf and a.grad is None
-    hooked = bool(a._backward_hooks) or a.is_leaf and bool(a._post_accumulate_grad_hooks)
+    leaf = a.is_leaf
+    no_grad = leaf and a.grad is None
+    hooked = bool(a._backward_hooks) or leaf and bool(a._post_accumulate_grad_hooks)
     if hooked: self.refuse(f"a hook of a tensor of shape {tuple(a.shape)} runs in the backward pass")
     return i,type(a),a.shape,a.dtype,a.requires_grad,no_grad,hooked
 

@@ -83,19 +83,6 @@ class KnownModule:
         "What the module reads beside its arguments"
         return [d[k] for d,k in self.places]
 
-    @contextmanager
-    def as_was(self,
-        guard:list, # From an earlier `guard`
-        tensors:list, # From an earlier `tensors`
-    ):
-        "Within the block the module has the values and tensors that it had"
-        now = [(d, {k: d[k] for k in ks}) for d,ks in self.named] + [(d, {k: d[k]}) for d,k in self.places]
-        for (d,ks),v in zip(self.named, guard): d.update(zip(ks, v if len(ks) > 1 else (v,)))
-        for (d,k),t in zip(self.places, tensors): d[k] = t
-        try: yield
-        finally:
-            for d,v in now: d.update(v)
-
     def shape_now(self) -> list:
         "Which attributes, modules and hooks there are"
         return [*map(len, self.sizes), *(id(d[k]) for d,k in self.others)]
@@ -105,6 +92,21 @@ class KnownModule:
         return [f() for f in self.plain] + [repr(d[k]) for d,k in self.lists]
 
 # %% ../../nbs/api/05j_capture.known.ipynb #bb0c53e4
+@patch
+@contextmanager
+def as_was(self:KnownModule,
+    guard:list, # From an earlier `guard`
+    tensors:list, # From an earlier `tensors`
+):
+    "Within the block the module has the values and tensors that it had"
+    now = [(d, {k: d[k] for k in ks}) for d,ks in self.named] + [(d, {k: d[k]}) for d,k in self.places]
+    for (d,ks),v in zip(self.named, guard): d.update(zip(ks, v if len(ks) > 1 else (v,)))
+    for (d,k),t in zip(self.places, tensors): d[k] = t
+    try: yield
+    finally:
+        for d,v in now: d.update(v)
+
+# %% ../../nbs/api/05j_capture.known.ipynb #f1414961
 def _is_whole(m):
     "May the module be one call?"
     for o in m.modules():
@@ -134,7 +136,7 @@ class KnownModules:
     def _make(self, m):
         return KnownModule(m) if self.not_whole.isdisjoint([*m.modules(), *map(type, m.modules())]) and _is_whole(m) else None
 
-# %% ../../nbs/api/05j_capture.known.ipynb #f1414961
+# %% ../../nbs/api/05j_capture.known.ipynb #df8f5b7a
 def _held(o):
     own = _own(o)
     return [k for k,_ in own],[v if isinstance(v, (int, float)) else id(v) for _,v in own]

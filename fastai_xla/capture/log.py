@@ -53,26 +53,36 @@ class Log(TorchFunctionMode, Arguments):
 # %% ../../nbs/api/05l_capture.log.ipynb #267fe386
 @patch
 def __torch_function__(self:Log, f, types, args=(), kwargs=None):
-    if self.busy or self.thread != threading.get_ident(): return f(*args, **(kwargs or {}))
+    if self.busy: return f(*args, **(kwargs or {}))
     if self.answering and (kids := self.cur.kids):
         n = kids[0]
         if n.f is f or n.wrapper and n.f == f:
             before = len(self.nums),len(self.hosts),len(self.outside)
-            out,at,self.ints,self.floats = [],self.at,n.ints,n.floats
-            for a in args:
-                t = type(a)
-                if t is T or t is P:
-                    i = at.get(id(a))
-                    out.append(self._leaf(a) if i is None else i)
-                elif t is int and not n.ints or a is None: out.append(a)
-                else: out += self._skeleton((a,))
-            if kwargs: out += [list(kwargs), self._skeleton(kwargs.values())]
-            auto = _auto_to('xla') if _auto('xla') else None
-            if (n.key == (out, (_grad(), auto, _default()), None) and n.held is not None
-                and (not n.bad or all(self.nums[i] == v for i,v in n.bad))): return self._answer(n)
+            if self._is_as_before(n, args, kwargs): return self._answer(n)
             self.undo(before)
     if is_question(f): return self._question(f, args, kwargs)
     return self._special(f, args, kwargs or {})
+
+# %% ../../nbs/api/05l_capture.log.ipynb #87dd1c88
+@patch
+def _is_as_before(self:Log, n, args, kwargs):
+    out,get = [],self.at.get
+    ints,floats = self.ints,self.floats = n.ints,n.floats
+    for a in args:
+        t = type(a)
+        if t is T or t is P:
+            i = get(id(a))
+            out.append(self._leaf(a) if i is None else i)
+        elif a is None or t is str or t is int and not ints: out.append(a)
+        elif t is float and floats:
+            self.nums.append(a)
+            out.append(a_float)
+        else: out += self._skeleton((a,))
+    if kwargs: out += [list(kwargs), self._skeleton(kwargs.values())]
+    skeleton,context,guard = n.key
+    if out != skeleton or guard is not None or n.held is None: return False
+    if _grad() is not context[0] or _default() is not context[2] or (_auto_to('xla') if _auto('xla') else None) != context[1]: return False
+    return not n.bad or all(self.nums[i] == v for i,v in n.bad)
 
 @patch
 def _question(self:Log, f, args, kwargs):
@@ -80,7 +90,7 @@ def _question(self:Log, f, args, kwargs):
         args = tuple(self.asked.get(id(a), a) if isinstance(a, T) else a for a in args)
     return f(*args, **(kwargs or {}))
 
-# %% ../../nbs/api/05l_capture.log.ipynb #87dd1c88
+# %% ../../nbs/api/05l_capture.log.ipynb #228a7f76
 @patch
 def _special(self:Log, f, args, kwargs):
     "Calls that are something else than they say"
@@ -102,7 +112,7 @@ def _deep_copy(t):
     r = t.detach().clone()
     return r.requires_grad_() if t.requires_grad else r
 
-# %% ../../nbs/api/05l_capture.log.ipynb #228a7f76
+# %% ../../nbs/api/05l_capture.log.ipynb #7d2f724b
 @patch
 def call(self:Log,
     f, # What is called
@@ -138,6 +148,7 @@ def call(self:Log,
     self.undo(before)
     return r
 
+# %% ../../nbs/api/05l_capture.log.ipynb #6f443bc5
 @patch
 def _run(self:Log, f, args, kwargs):
     self.busy += 1
@@ -148,7 +159,7 @@ def _run(self:Log, f, args, kwargs):
         return r
     finally: self.busy -= 1
 
-# %% ../../nbs/api/05l_capture.log.ipynb #7d2f724b
+# %% ../../nbs/api/05l_capture.log.ipynb #bca16eef
 @patch
 def _matching(self:Log, f, key):
     for n in self.cur.kids:
@@ -175,7 +186,7 @@ def _changed(was, now):
         return first(_changed(a, b) for a,b in zip(was, now) if a != b) or ''
     return f'{was} -> {now}'[:200]
 
-# %% ../../nbs/api/05l_capture.log.ipynb #6f443bc5
+# %% ../../nbs/api/05l_capture.log.ipynb #b608caa3
 @patch
 def _answer(self:Log, n):
     "The placeholders of a call that is as it was"
@@ -196,7 +207,7 @@ def _answer(self:Log, n):
 @patch
 def _object(self:Log, o): return self.objs[o] if o >= 0 else self.outside[-1-o]
 
-# %% ../../nbs/api/05l_capture.log.ipynb #bca16eef
+# %% ../../nbs/api/05l_capture.log.ipynb #503165ea
 @patch
 def _note(self:Log, f, args, kwargs, key, n, before, r):
     "Log a call that has been made"
@@ -223,7 +234,7 @@ def _note(self:Log, f, args, kwargs, key, n, before, r):
     self.path.append(n)
     return r
 
-# %% ../../nbs/api/05l_capture.log.ipynb #b608caa3
+# %% ../../nbs/api/05l_capture.log.ipynb #5e31230f
 @patch
 def _new_node(self:Log, f, args, kwargs, key, before):
     n,name,count = Node(),getattr(f, '__name__', ''),[*before[:2]]
