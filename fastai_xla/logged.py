@@ -63,11 +63,11 @@ def one_batch(self:Logged,
     r,learn = self.replay,self.replay.learn
     log = self.log = self.logs[learn.training]
     r.begin()
-    r.open,r.raws,r.later,r.tracing,learn.replayed = False,None,[],False,None
+    r.open,r.raws,r.later,learn.replayed = False,None,[],None
     self.kind = learn.training,*map(_shape, flatten(b.raw if isinstance(b, RawBatch) else b)[0])
-    settle_tensors()
+    if log.fresh or not learn.iter or r.tracing: settle_tensors()
     log.begin()
-    self.rng = rng_state()
+    self.rng,r.tracing = rng_state(),False
     try:
         with logging(log): cancelled = self._step(b)
         b = None

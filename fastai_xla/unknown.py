@@ -144,8 +144,8 @@ def _as_one_call(cls, name, kind):
         if args or kwargs or (log := active()) is None or not _is_known_opt(self): return run(self, *args, **kwargs)
         call = log.calls.setdefault((id(self), name), None)
         if call is None: call = log.calls[id(self), name] = kind(self, run)
-        r = log_call(log, call, tensors=call.tensors(), guard=call.guard())
-        if hasattr(call, 'after'): call.after(log.cur.key[2])
+        r = log_call(log, call, tensors=call.tensors, guard=call.guard)
+        if hasattr(call, 'after') and log.answering: call.after(log.cur.key[2])
         return r
     _inner._before = f
     setattr(cls, name, functools.wraps(f)(_inner) if f else _inner)

@@ -43,11 +43,11 @@ def log_call(
     f, # What is called: it has a name, and may have `traced`
     args=(), # Its arguments
     kwargs={}, # Its keyword arguments
-    tensors=(), # What it reads beside them
-    guard=None, # What else it depends on
+    tensors=tuple, # Function that gives what it reads beside them
+    guard=noop, # Function that gives what else it depends on
 ):
     "A call that is no torch function as one of the log"
-    with _outside(log): return log.call(f, args, kwargs, tensors, guard)
+    with _outside(log): return log.call(f, args, kwargs, tensors(), guard())
 
 def give_up(
     why:str, # What has happened
@@ -63,7 +63,7 @@ _module_call = nn.Module.__call__
 def _call_module(self, *args, **kwargs):
     if not _active or not self._modules or (log := active()) is None: return _module_call(self, *args, **kwargs)
     k = log.known(self)
-    return _module_call(self, *args, **kwargs) if k is None else log_call(log, k, args, kwargs, k.tensors(), k.guard())
+    return _module_call(self, *args, **kwargs) if k is None else log_call(log, k, args, kwargs, k.tensors, k.guard)
 
 _as_subclass = T.as_subclass
 @functools.wraps(_as_subclass)
