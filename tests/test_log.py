@@ -88,7 +88,8 @@ class Weight(Callback):
         self.learn.loss_grad = self.learn.loss_grad*self.number(self.epoch)
         self.learn.loss = self.learn.loss_grad.clone()
 
-hows = ['list', 'interp', 'cos', 'and', 'floor', 'ramp from 1', 'linspace', 'iter', 'int', 'float32', 'host tensor', 'sent tensor', 'changed']
+hows = ['list', 'interp', 'cos', 'and', 'floor', 'ramp from 1', 'linspace', 'iter', 'int', 'float32', 'host tensor', 'sent tensor',
+        'changed']
 @pytest.mark.parametrize('how', hows)
 def test_a_number(how):
     learn = agree(lambda: dict(cbs=lambda: Weight(how)), cpu=how != 'sent tensor' and how != 'changed')
@@ -232,7 +233,8 @@ def test_a_model_that_returns_an_object(kind):
     cbs = []
     def story():
         cbs.append(Looks())
-        return dict(model=partial(Returns, kind), loss_func=lambda: out_loss, cbs=lambda: cbs[-1], see=lambda learn: [cbs[-1].seen, learn.model.acts])
+        return dict(model=partial(Returns, kind), loss_func=lambda: out_loss, cbs=lambda: cbs[-1],
+                    see=lambda learn: [cbs[-1].seen, learn.model.acts])
     agree(story)
 
 # --- random numbers, branches
@@ -268,8 +270,9 @@ def test_a_branch_for_each_depth():
     learn = agree(lambda: dict(model=StochasticDepth), branches=None, n=4)
     assert counts(learn)[True]['compiled'] <= 6 and counts(learn)[True]['replayed'] >= 32
 
-def test_accumulated_gradients(): agree(lambda: dict(loss_func=lambda: lambda p,y: F.mse_loss(keep(p), y), cbs=lambda: GradientAccumulation(40)),
-                                        branches=None, cpu=False)
+def test_accumulated_gradients():
+    def loss(p, y): return F.mse_loss(keep(p), y)
+    agree(lambda: dict(loss_func=lambda: loss, cbs=lambda: GradientAccumulation(40)), branches=None, cpu=False)
 
 # --- what is not replayed
 
