@@ -10,6 +10,7 @@ from fastai_xla.all import *
 from fastai_xla import cases
 from fastai_xla.mesh import layout, mesh, n_devices
 from fastai_xla.transfer import fetch
+warnings.simplefilter('ignore')
 def learner(): return cases.images().add_cb(Callback())
 def tells(f, *args, **kwargs):
     try: f(*args, **kwargs)
