@@ -1,8 +1,6 @@
 "Ways onto the device other than `to_xla`, and tensors that meet from both sides, train or say what to type"
 import os, pickle, warnings
 from copy import deepcopy
-# short compiles; nothing here is timed
-os.environ['XLA_FLAGS'] = os.environ.get('XLA_FLAGS', '') + ' --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true'
 import numpy as np, pytest, torch
 import torch.nn.functional as F
 from fastai.vision.all import *
