@@ -80,11 +80,11 @@ def test_tests_of_the_sdist_run(dist, tmp_path):
               cwd=src, env=env)
     assert '2 passed, 1 skipped' in out, out
 
-def test_types_of_public_names(tmp_path):
+def test_types_of_public_names():
     "`make types`: right uses pass and wrong ones do not"
     pytest.importorskip('mypy')
     line = re.search('^types:.*\n.*-m (.*)$', (root/'Makefile').read_text(), re.M)[1]
-    run(sys.executable, '-m', *line.split(), f'--cache-dir={tmp_path}', cwd=root)
+    run(sys.executable, '-m', *line.split(), cwd=root)
 
 # What stands beside the package
 
