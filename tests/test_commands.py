@@ -4,7 +4,7 @@ from configparser import ConfigParser
 from importlib import import_module
 from pathlib import Path
 import pytest
-from fastai_xla import commands, coverage
+from fastai_xla import cli, commands, coverage
 
 root = Path(__file__).resolve().parent.parent
 parser = ConfigParser(delimiters=['='])
@@ -25,6 +25,7 @@ def test_demo_writes_lines(tmp_path):
     assert res.returncode == 0 and not res.stderr, res.stderr
     assert not re.search('[\r█|]', res.stdout)
     assert re.findall(r'^(epoch|\d+) +\S+ +\S+ +\S+ +\S+ *$', res.stdout, re.M) == ['epoch', '0', '1']
+    assert res.stdout.startswith('Training on xla:0: 2 epochs of 22 steps\n') and cli._count(1, 'epoch') == '1 epoch'
 
 def test_group_that_does_not_exist(capsys):
     "One line on stderr, exit code 1"
