@@ -25,7 +25,7 @@ test: .venv/installed-dev
 	$(BIN)/python -m pytest $(ARGS)
 
 dist: .venv/installed-dev
-	rm -rf dist
+	rm -rf dist *.egg-info   # where an earlier list of files is kept
 	$(BIN)/python -m build
 	$(BIN)/python -m twine check --strict dist/*
 
