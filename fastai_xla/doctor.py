@@ -74,7 +74,7 @@ def _libtpu_findings():
 _distributed = ("fastai takes this process for one of several and waits for the others: metrics fail with "
                 "'Default process group has not been initialized'")
 _float32 = "torch_xla makes every float32 tensor bfloat16, weights and losses included; mixed precision is `learn.to_bf16()`"
-_slow = "torch_xla writes down what it does, which slows every step"
+_slow = "torch_xla logs what it does, which slows every step"
 _fewer = "the process sees this part of the TPU only"
 _process = "the TPU's client waits for other processes"
 
@@ -84,7 +84,7 @@ _changes = dict(
     XLA_USE_32BIT_LONG="torch_xla makes every int64 tensor int32",
     XLA_FLAGS="options of XLA's compiler, for every program",
     LIBTPU_INIT_ARGS="options of the TPU's compiler and runtime",
-    XLA_USE_SPMD="all devices appear as one", XLA_AUTO_SPMD="XLA cuts tensors over the devices as it likes",
+    XLA_USE_SPMD="all devices appear as one", XLA_AUTO_SPMD="XLA decides how tensors are split over the devices",
     XLA_USE_EAGER_DEBUG_MODE="every operation is compiled and run alone",
     XLA_DISABLE_FUNCTIONALIZATION="views of a tensor no longer see what is written to it",
     XLA_PERSISTENT_CACHE_PATH="compiled programs are read from this folder",
