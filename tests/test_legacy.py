@@ -29,6 +29,7 @@ def small(pretrained=False, weights=None):
 def offline(monkeypatch, mnist):
     for name,here in dict(untar_data=lambda url: mnist, resnet18=small).items(): monkeypatch.setitem(globals(), name, here)
     monkeypatch.setattr(legacy, '_told', set())
+    monkeypatch.setattr(defaults, 'cpus', 0)   # no processes that load a few small pictures
     yield
     plt.close('all')
 
