@@ -14,6 +14,8 @@ fits := import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 14))
 pythons := python3 python3.13 python3.12 python3.11 python3.10
 PYTHON ?= $(shell for p in $(pythons); do $$p -c '$(fits)' 2>/dev/null && echo $$p && break; done)
 BIN := .venv/bin
+# setuptools warns of what every editable installation is
+editable := PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet -e
 TPU := $(if $(wildcard /dev/accel0 /dev/vfio/0),[tpu])
 
 .PHONY: demo test in-step dist types docs readme bench foreign tpu-check clean
@@ -56,11 +58,11 @@ readme: .venv/installed-docs
 	@"$(PYTHON)" -c '$(fits)' 2>/dev/null || { echo 'fastai_xla takes Python 3.10 to 3.13: make ... PYTHON=/path/to/python3.12'; exit 1; }
 	"$(PYTHON)" -m venv .venv
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet -e '.$(TPU)'
+	$(editable) '.$(TPU)'
 	touch $@
 
 .venv/installed-%: .venv/installed
-	$(BIN)/python -m pip install --quiet -e '.[$*]'
+	$(editable) '.[$*]'
 	touch $@
 
 clean:
