@@ -3,10 +3,12 @@
     python docs/browse.py _docs [folder for screenshots]
 
 At the width of a phone and of a desk, light and dark: nothing scrolls sideways, nothing is written to the console, no picture is
-missing, no table or code block is cut where there is room beside it. Then the queries of `queries.txt` are typed, a cell is copied,
-and the sidebar is followed from end to end. Needs `pip install playwright` and a Chromium, which `CHROMIUM` names."""
-import functools, http.server, os, sys, threading
+missing or shown far from the size at which it was drawn, no table or code block is cut where there is room beside it, and nothing is
+asked of another site. Then the queries of `queries.txt` are typed, a cell is copied, and the sidebar is followed from end to end.
+Needs `pip install playwright` and a Chromium, which `CHROMIUM` names."""
+import functools, http.server, os, re, sys, threading
 from pathlib import Path
+from urllib.parse import urljoin
 from playwright.sync_api import sync_playwright
 from search import queries
 
@@ -16,7 +18,9 @@ wide = """() => {
   const right = document.querySelector('article')?.getBoundingClientRect().right
   const room = o => right - o.getBoundingClientRect().right > 40
   return {scroll: document.documentElement.scrollWidth - innerWidth, cut: cut.filter(room).map(o => o.textContent.trim().slice(0, 60)),
-    missing: [...document.images].filter(o => o.complete && !o.naturalWidth).map(o => o.src)}
+    missing: [...document.images].filter(o => o.complete && !o.naturalWidth).map(o => o.src),
+    size: [...document.querySelectorAll('.cell_output img')].map(o => [o.naturalWidth/o.clientWidth, o.naturalWidth, o.clientWidth])
+      .filter(([r]) => innerWidth > 1000 && (r > 3.1 || r < .99)).map(o => o.map(Math.round).join(' '))}
 }"""
 
 def serve(out):
@@ -30,11 +34,12 @@ def look(browser, url, names, width, scheme, shots):
     page,faults,said = browser.new_page(viewport=dict(width=width, height=900), color_scheme=scheme),[],[]
     page.on('console', lambda m: said.append(m.text))
     page.on('requestfailed', lambda r: said.append(f'failed: {r.url}'))
+    page.on('request', lambda r: r.url.startswith((url, 'data:')) or said.append(f'asks another site: {r.url}'))
     for name in names:
         page.goto(url+name)
         found = page.evaluate(wide)
         if found['scroll'] > 0: faults.append(f"scrolls sideways by {found['scroll']}")
-        faults += [f'{k}: {o}' for k in ('cut', 'missing') for o in found[k]] + [f'console: {o}' for o in said]
+        faults += [f'{k}: {o}' for k in ('cut', 'missing', 'size') for o in found[k]] + [f'console: {o}' for o in said]
         for o in faults: yield f'{name} at {width}, {scheme}: {o}'
         if shots: page.screenshot(path=shots/f"{name.replace('/', '_')}_{width}_{scheme}.png")
         faults,said[:] = [],[]
@@ -61,8 +66,14 @@ def sidebar(page, url):
     page.goto(url)
     links = page.eval_on_selector_all('.sidebar-tree a.internal', 'os => os.map(o => o.href)')
     if len(links) < 20: yield f'the sidebar has {len(links)} links'
-    for o in dict.fromkeys(l.split('#')[0] for l in links):
-        if page.request.get(o).status != 200: yield f'the sidebar leads to {o}'
+    listed,passed,at = {l.split('#')[0] for l in links},[],url
+    while at:   # from each page to the next one
+        res = page.request.get(at)
+        if res.status != 200: yield f'the sidebar leads to {at}'
+        passed.append(at)
+        found = re.search(r'class="next-page" href="([^"#]+)', res.text())
+        at = urljoin(at, found[1]) if found else None
+    if lost := sorted(listed-{*passed}-{f'{url}index.html'}): yield f'who follows the pages from the first to the last does not meet {lost}'
 
 def browse(
     out:Path, # Folder of the site
