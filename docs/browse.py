@@ -6,7 +6,7 @@ At the width of a phone and of a desk, light and dark: nothing scrolls sideways,
 missing or shown far from the size at which it was drawn, no table or code block is cut where there is room beside it, and nothing is
 asked of another site. Then the queries of `queries.txt` are typed, a cell is copied, and the sidebar is followed from end to end.
 Needs `pip install playwright` and a Chromium, which `CHROMIUM` names."""
-import functools, http.server, os, re, sys, threading
+import functools, http.server, itertools, os, re, sys, threading
 from pathlib import Path
 from urllib.parse import urljoin
 from playwright.sync_api import sync_playwright
@@ -30,19 +30,22 @@ def serve(out):
     threading.Thread(target=server.serve_forever, daemon=True).start()
     return f'http://127.0.0.1:{server.server_port}/'
 
-def look(browser, url, names, width, scheme, shots):
-    page,faults,said = browser.new_page(viewport=dict(width=width, height=900), color_scheme=scheme),[],[]
-    page.on('console', lambda m: said.append(m.text))
+def look(browser, url, names, shots):
+    page,said = browser.new_page(),[]
+    page.on('console', lambda m: said.append(f'console: {m.text}'))
     page.on('requestfailed', lambda r: said.append(f'failed: {r.url}'))
     page.on('request', lambda r: r.url.startswith((url, 'data:')) or said.append(f'asks another site: {r.url}'))
     for name in names:
         page.goto(url+name)
-        found = page.evaluate(wide)
-        if found['scroll'] > 0: faults.append(f"scrolls sideways by {found['scroll']}")
-        faults += [f'{k}: {o}' for k in ('cut', 'missing', 'size') for o in found[k]] + [f'console: {o}' for o in said]
-        for o in faults: yield f'{name} at {width}, {scheme}: {o}'
-        if shots: page.screenshot(path=shots/f"{name.replace('/', '_')}_{width}_{scheme}.png")
-        faults,said[:] = [],[]
+        for width,scheme in itertools.product((390, 1440), ('light', 'dark')):
+            page.set_viewport_size(dict(width=width, height=900))
+            page.emulate_media(color_scheme=scheme)
+            found = page.evaluate(wide)
+            if found['scroll'] > 0: said.append(f"scrolls sideways by {found['scroll']}")
+            said += [f'{k}: {o}' for k in ('cut', 'missing', 'size') for o in found[k]]
+            for o in said: yield f'{name} at {width}, {scheme}: {o}'
+            said.clear()
+            if shots: page.screenshot(path=shots/f"{name.replace('/', '_')}_{width}_{scheme}.png")
     page.close()
 
 def search(page, url, there):
@@ -82,7 +85,7 @@ def browse(
     names,url = [f.relative_to(out).as_posix() for f in sorted(out.rglob('*.html')) if f.name not in ('search.html', '404.html')],serve(out)
     with sync_playwright() as p:
         browser = p.chromium.launch(executable_path=os.environ.get('CHROMIUM', '/usr/bin/chromium'), args=['--no-sandbox'])
-        faults = [f for w in (390, 1440) for s in ('light', 'dark') for f in look(browser, url, names, w, s, shots)]
+        faults = list(look(browser, url, names, shots))
         context = browser.new_context(permissions=['clipboard-read', 'clipboard-write'])
         page = context.new_page()
         faults += [*search(page, url, names), *copies(page, url), *sidebar(page, url)]
