@@ -1,6 +1,7 @@
 # make demo    train on real digits on the XLA device
 # make test    run every notebook and every test
 # make docs    build the site in _docs/
+# make browse  open every page of the site in headless Chromium, and type what users search for; ARGS=folder for screenshots
 # make bench   time a training step beside other loops, JAX and the CPU; ARGS='--models convnet' for a part, in some five minutes
 # make dist    build wheel and sdist in dist/, and check what a package index would
 # make in-step   are notebooks and package in step? Shows what nbdev would change
@@ -18,7 +19,7 @@ BIN := .venv/bin
 editable := PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet -e
 TPU := $(if $(wildcard /dev/accel0 /dev/vfio/0),[tpu])
 
-.PHONY: demo test in-step dist types docs readme bench foreign tpu-check clean
+.PHONY: demo test in-step dist types docs browse readme bench foreign tpu-check clean
 
 demo: .venv/installed
 	$(BIN)/fastai_xla_demo
@@ -41,6 +42,10 @@ types: .venv/installed-dev
 
 docs: .venv/installed-docs
 	$(BIN)/python docs/build.py
+
+browse: .venv/installed-docs
+	$(BIN)/python -m pip install --quiet playwright
+	$(BIN)/python docs/browse.py _docs $(ARGS)
 
 bench: .venv/installed-bench
 	$(BIN)/python benchmarks/steps.py $(ARGS)
