@@ -188,7 +188,9 @@ def _probe(res):
 
 # %% ../nbs/api/13c_doctor.ipynb #846b6f95
 _issues = "open an issue with what `fastai_xla_doctor --report` prints"
-_no_answer = "No answer within {:g} seconds. Does another process hold the TPU?"
+_no_answer = "No answer within {:g} seconds. {}"
+_held = ("Does another process hold the TPU?", "sudo lsof -w /dev/accel* /dev/vfio/*")
+_busy = ("Is this machine busy?", "fastai_xla_doctor --limit 900")
 
 def _last(text, n=5): return '\n'.join(o for o in text.strip().splitlines()[-n:])
 
@@ -198,7 +200,9 @@ def probe_apart(
     "`probe` in a process of its own"
     code = "import json; from fastai_xla.doctor import probe; print(json.dumps(probe()))"
     try: p = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, timeout=limit)
-    except subprocess.TimeoutExpired: return _outcome(error=_no_answer.format(limit), cure="sudo lsof -w /dev/accel* /dev/vfio/*")
+    except subprocess.TimeoutExpired:
+        why,cure = _held if tpu_chips() else _busy
+        return _outcome(error=_no_answer.format(limit, why), cure=cure)
     if p.returncode == 0: return json.loads(p.stdout.splitlines()[-1])
     how = signal.Signals(-p.returncode).name if p.returncode < 0 else p.returncode
     return _outcome(error=f"Python ended with {how} as it started the device or trained:\n{_last(p.stderr)}", cure=_issues)

@@ -129,9 +129,11 @@ def test_wrong_weights_are_a_fault():
     found = dr._training_findings(dr._outcome(kind='TPU', n=2, used=1, trained={'xla:0': True, 'xla:1': False}))
     assert [f.level for f in found] == ['FAULT', 'mind'] and 'On xla:1 (TPU) a small learner gets other weights' in found[0].what
 
-def test_device_that_does_not_answer():
+@pytest.mark.parametrize('chips,why,cure', [(1, 'Does another process hold the TPU?', 'lsof'), (0, 'Is this machine busy?', '--limit')])
+def test_device_that_does_not_answer(monkeypatch, chips, why, cure):
+    monkeypatch.setattr(dr, 'tpu_chips', lambda: chips)
     res = dr.probe_apart(limit=.01)
-    assert res['error'] == 'No answer within 0.01 seconds. Does another process hold the TPU?' and 'lsof' in res['cure']
+    assert res['error'] == f'No answer within 0.01 seconds. {why}' and cure in res['cure']
 
 def test_process_that_dies(tmp_path, monkeypatch):
     dies = tmp_path/'python'
