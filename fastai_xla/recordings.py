@@ -167,7 +167,8 @@ def _record(self:Recordings, inputs):
             if j == len(self.later):
                 learn.__dict__.update(start)
                 start.clear()   # a recording outlives the learner's optimizer
-    with self._advances() as calls: rec = Recording(traced, self._places, inputs, numbers)
+    mine = [m for o in self.watch.roots for m in o.modules()]
+    with self._advances() as calls: rec = Recording(traced, self._places, inputs, numbers, mine)
     rec.end,half = self.end,len(calls)//2   # of two traces
     rec.advances = calls[half:]
     for m,_ in rec.advances: self.sizes[m] = [n for o,n in rec.advances if o is m][:-1]
@@ -248,7 +249,9 @@ def _proved(self:Recordings, rec, recs, inputs):
         if len(moved := [r.moved for r in recs if r.moved]) > 1:
             raise Refused(f"{moved[0]}, which the step reads, has another value time and again; a number that changes "
                           f"may be one of the learner's, as `learn.alpha`: those are inputs of the recording", again=False)
-        if len(recs) == 4: raise Refused("Python numbers decide what the step does, each time otherwise")
+        if len(recs) == 4:
+            names = dict.fromkeys(str(k[1]) for r in recs for k,i in r.tape.names.items() if i in r.pinned)
+            raise Refused("Python numbers decide what the step does, each time otherwise", f": {', '.join(names)}"*bool(names))
         rec = self._record(inputs)
         recs.append(rec)
         rec.audited = self.passes

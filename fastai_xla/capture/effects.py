@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from itertools import chain
 from types import ModuleType
 
+from torch import nn
 from fastcore.all import *
 
 from .state import Refused
@@ -72,6 +73,8 @@ def _effect_of_code(frame):
     return ''
 
 # %% ../../nbs/api/05d_capture.effects.ipynb #9d8a95ec
+_call = nn.Module._call_impl.__code__   # runs whenever a module is called
+
 @contextmanager
 def no_effects(
     reads=None, # Shown the frames of the user's functions, and at the end what has been made meanwhile
@@ -90,6 +93,7 @@ def no_effects(
     def watch(frame, event, arg):
         if found: return
         if event == 'call':
+            if frame.f_code is _call: reads and reads.called(frame.f_locals['self'])
             if _is_user(frame):
                 if frame.f_code not in seen: note(frame, _effect_of_code(frame))
                 seen.add(frame.f_code)

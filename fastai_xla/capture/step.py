@@ -35,11 +35,11 @@ class Trace:
         numbers:Numbers, # Python numbers that may change
         seed:int, # For the numbers that torch is shown
         then=noop, # Called with the trace while its graph is there
-        unread=frozenset(), # As for `Tape`
+        others=frozenset(), # As for `Tape`
         search=False, # Look for tensors that the step changes and that are in none of the places?
     ):
         settle_tensors()
-        self.inputs,self.tape,rng,before = inputs,Tape(seed, unread),rng_state(),places()
+        self.inputs,self.tape,rng,before = inputs,Tape(seed, others),rng_state(),places()
         manual_seed(rng)   # where numbers have been drawn already, the next ones begin a graph of their own
         self.memory,self.given,c0,self.seeds = Memory(before, inputs, search),buffers(inputs),xla_counts(),[rng]
         self.reads = Reads([*before.keys, *map(id, numbers.dicts)], numbers.places)
