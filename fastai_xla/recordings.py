@@ -14,11 +14,13 @@ from operator import is_
 from contextlib import contextmanager
 
 import torch
+from torch import nn
 from fastcore.all import *
 from fastai.callback.core import *
 from fastai.learner import Learner
 
 from .mesh import layout
+from .runtime import is_xla
 from .precision import matmul_precision
 from .capture.state import *
 from .capture.effects import is_library
@@ -153,12 +155,17 @@ def _record(self:Recordings, inputs):
     def numbers():
         objects = [*self.mets, *self.actors, *self.stateful, learn]
         return _numbers_of(self.optimizers(), self.more_optimizers(), objects, self.later)
-    start = {}
+    start,left = {},{}
     def traced(j):
         if j: next_batch(learn)
         held,parts = dict(learn.__dict__),[(d, dict(d)) for d in self._parts()]
         if j == 0: start.update(held)
-        try: return self._step(j)
+        was = self._attrs() if self.later else {}
+        try:
+            res = self._step(j)
+            new = {at: o for at,o in self._attrs().items() if at not in was or was[at][2] != o[2]} if self.later else {}
+            left[j] = [(d, k) for (_,k),(d,*_) in new.items()]
+            return res | dict(left=[v for _,v,_ in new.values()])
         finally:
             for d,was in parts:   # else they would hold draws that are never computed
                 d.clear()
@@ -170,9 +177,22 @@ def _record(self:Recordings, inputs):
     mine = [m for o in self.watch.roots for m in o.modules()]
     with self._advances() as calls: rec = Recording(traced, self._places, inputs, numbers, mine)
     rec.end,half = self.end,len(calls)//2   # of two traces
-    rec.advances = calls[half:]
+    rec.advances,rec.left = calls[half:],left
     for m,_ in rec.advances: self.sizes[m] = [n for o,n in rec.advances if o is m][:-1]
     return rec
+
+# %% ../nbs/api/06ab_recordings.ipynb #7c66ccdb
+_base_attrs = frozenset(nn.Module().__dict__)
+
+@patch
+def _attrs(self:Recordings):
+    "(id of a `__dict__`, name) -> that, value, ids of the tensors in it: what callbacks, the loss and layers keep"
+    loss = getattr(self.learn.loss_func, '__self__', self.learn.loss_func)
+    holders = [loss, *self.actors, *(m for o in self._modules() for m in o.modules())]
+    dicts = {id(d): d for d in (getattr(o, '__dict__', {}) for o in holders)}
+    found = [(i, d, k, v, [t for t in flatten(v)[0] if isinstance(t, torch.Tensor) and is_xla(t)]) for i,d in dicts.items()
+             for k,v in d.items() if k not in _base_attrs and isinstance(v, (torch.Tensor, list, tuple, dict))]
+    return {(i, k): (d, v, list(map(id, ts))) for i,d,k,v,ts in found if ts}
 
 # %% ../nbs/api/06ab_recordings.ipynb #d4db8292
 @patch

@@ -58,7 +58,7 @@ def play(s, on_xla=True, **to):
     manual_seed(0)
     learn,counts = s.make(),Counter()
     learn.recorder.smooth_loss.beta = 0   # the loss as it is
-    if on_xla: learn.to_xla(**s.to | to)
+    if on_xla: learn.to_xla(**({} if to else s.to) | to)
     with learn.no_logging(), learn.no_bar(), warnings.catch_warnings(), counting(counts):
         warnings.simplefilter('ignore')
         s.fit(learn)

@@ -336,11 +336,11 @@ def losses_of_several_steps():
         def __call__(self, pred, targ):
             self.a,self.b = F.cross_entropy(pred, targ),pred.square().mean()
             return self.a+self.b
-    class Metrics(Train):
+    class Keeps(Train):
         def before_fit(self): self.all = []
         def after_batch(self): self.all.append((self.learn.loss_func.a.detach().clone(), self.learn.loss_func.b.detach().clone()))
-    return learner(data=dls(n=8*8), loss_func=Loss2(), cbs=Metrics())
-scenarios['losses_of_several_steps'].seen = lambda l: l.metrics_.all if hasattr(l, 'metrics_') else l.cbs[-1].all
+    return learner(data=dls(n=8*8), loss_func=Loss2(), cbs=Keeps())
+scenarios['losses_of_several_steps'].seen = lambda l: l.keeps.all
 
 @scenario
 def loss_metrics():

@@ -133,7 +133,7 @@ def cutmix(): return conv(loss_func=CrossEntropyLossFlat(), cbs=CutMix(1.))
 @scenario(cpu=False)
 def mixup_and_cutmix(): return conv(loss_func=CrossEntropyLossFlat(), cbs=[MixUp(.4), CutMix(1.)])
 @scenario(cpu=False)
-def random_erasing(): return conv(RandomErasing(p=1., sl=.2, max_aspect=.9, max_count=2))
+def random_erasing(): return conv(RandomErasing(p=1., sl=.2, max_count=2))
 @scenario(cpu=False)
 def augmentations(): return conv(*aug_transforms(size=8))
 @scenario(cpu=False)
@@ -165,7 +165,7 @@ def siamese():
     x,y = xy()
     tls = TfmdLists(range(56), SiamesePair(x, y), splits=[list(range(40)), list(range(40, 56))])
     d = tls.dataloaders(bs=8, num_workers=0, shuffle=False, shuffle_train=False)
-    d.n_inp = d.train.n_inp = d.valid.n_inp = 2
+    d.train._n_inp = d.valid._n_inp = 2
     return learner(SiameseNet(), data=d)
 
 @scenario
