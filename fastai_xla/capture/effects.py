@@ -72,9 +72,9 @@ def _effect_of_code(frame):
         if i.opname not in ('CACHE', 'PRECALL'): was = i
     return ''
 
-# %% ../../nbs/api/05d_capture.effects.ipynb #9d8a95ec
 _call = nn.Module._call_impl.__code__   # runs whenever a module is called
 
+# %% ../../nbs/api/05d_capture.effects.ipynb #9d8a95ec
 @contextmanager
 def no_effects(
     reads=None, # Shown the frames of the user's functions, and at the end what has been made meanwhile

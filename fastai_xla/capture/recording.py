@@ -43,26 +43,28 @@ class Recording:
         Trace(fn, places, inputs, self.numbers, seed=2, then=lambda t: self._compile(first, t))
         self._watch(watched)
 
-    def _compile(self, first, trace):
-        for n in 'tape hash sources names ids buffers consts meanings updated replaced outs counts grads reads n_draws'.split():
-            setattr(self, n, getattr(trace, n))
-        self._compare(first)
-        self.reads.find_variables()
-        known = known_constants()
-        for k,c in self.consts.items():
-            if self.buffers[k] == first.buffers[k] and self.buffers[k] not in known and (c.dim() or self.ids[k] == first.ids[k] >= 0):
-                raise Refused(f"the step reads a tensor of shape {tuple(c.shape)} that is no attribute of the model, the loss or "
-                              f"a callback, where a change of it would go unseen; make it a buffer of a module, or an attribute")
-        self.shapes = {k: (t.dtype, t.shape, True) for k,(t,(kind,_)) in enumerate(zip(trace.ts, self.sources)) if kind == 'state'}
-        self.layouts = {k: layout(t) or _whole for k,t in enumerate(trace.ts)}
-        self.of_modules = trace.memory.of_modules
-        in_place = {i for i,_ in self.updated}
-        self.handle = compile_graph(trace.roots,
-                                    [t for t,(kind,at) in zip(trace.ts, self.sources) if kind == 'state' and in_place.issuperset(at)])
-        self.kept = {k: trace.ts[k] for k in self.consts}
-        self.weights = [trace.memory.readers[i][0] for i,_ in self.updated if i in trace.memory.weights]
-        self.updated = [(trace.memory.readers[i][0], r) for i,r in self.updated]
-        self._plan()
+# %% ../../nbs/api/05h_capture.recording.ipynb #624bd603
+@patch
+def _compile(self:Recording, first, trace):
+    for n in 'tape hash sources names ids buffers consts meanings updated replaced outs counts grads reads n_draws'.split():
+        setattr(self, n, getattr(trace, n))
+    self._compare(first)
+    self.reads.find_variables()
+    known = known_constants()
+    for k,c in self.consts.items():
+        if self.buffers[k] == first.buffers[k] and self.buffers[k] not in known and (c.dim() or self.ids[k] == first.ids[k] >= 0):
+            raise Refused(f"the step reads a tensor of shape {tuple(c.shape)} that is no attribute of the model, the loss or "
+                          f"a callback, where a change of it would go unseen; make it a buffer of a module, or an attribute")
+    self.shapes = {k: (t.dtype, t.shape, True) for k,(t,(kind,_)) in enumerate(zip(trace.ts, self.sources)) if kind == 'state'}
+    self.layouts = {k: layout(t) or _whole for k,t in enumerate(trace.ts)}
+    self.of_modules = trace.memory.of_modules
+    in_place = {i for i,_ in self.updated}
+    self.handle = compile_graph(trace.roots,
+                                [t for t,(kind,at) in zip(trace.ts, self.sources) if kind == 'state' and in_place.issuperset(at)])
+    self.kept = {k: trace.ts[k] for k in self.consts}
+    self.weights = [trace.memory.readers[i][0] for i,_ in self.updated if i in trace.memory.weights]
+    self.updated = [(trace.memory.readers[i][0], r) for i,r in self.updated]
+    self._plan()
 
 # %% ../../nbs/api/05h_capture.recording.ipynb #5a3c4001
 @patch
@@ -150,24 +152,11 @@ def verify(self:Recording,
                       "in one step after another, so that each would have to be traced")
     self._retrace(inputs)
     # tells numbers from constants that happen to be equal, too
-    for k in self._taken(inputs, [k for k in self.tape.plain() if self.tape.names[k] not in self.pinned]):
+    taken = self._taken(inputs, [k for k in self.tape.plain() if self.tape.names[k] not in self.pinned])
+    for k in [] if self.numbers.later else taken:   # of several steps, each has its own
         i = self.tape.names[k]
         self.pinned[i] = self.tape.true[i]
     self._plan()
-
-@patch
-def _taken(self:Recording, inputs, keys):
-    """Numbers that something has taken as they are, as C code and containers do: where torch is shown others, the step is another
-
-    The tape knows nothing of that, so they are looked for by halves"""
-    if not keys: return []
-    found = self._found()
-    try: self._retrace(inputs, keys)
-    except Exception: self.names,self.meanings,self.doubts = found
-    else: return []
-    if len(keys) == 1: return keys
-    n = len(keys)//2
-    return self._taken(inputs, keys[:n]) + self._taken(inputs, keys[n:]) or keys
 
 @patch
 def audit(self:Recording,
@@ -186,6 +175,21 @@ def _retrace(self:Recording, inputs, others=()):
     trace = Trace(self.fn, self.places, inputs, self.get_numbers(), seed=3, others=frozenset(others))
     self.tape.true = trace.tape.true
     self._compare(trace)
+
+# %% ../../nbs/api/05h_capture.recording.ipynb #222b0014
+@patch
+def _taken(self:Recording, inputs, keys):
+    """Numbers that something has taken as they are, as C code and containers do: where torch is shown others, the step is another
+
+    The tape knows nothing of that, so they are looked for by halves"""
+    if not keys: return []
+    found = self._found()
+    try: self._retrace(inputs, keys)
+    except Exception: self.names,self.meanings,self.doubts = found
+    else: return []
+    if len(keys) == 1 or self.numbers.later: return keys
+    n = len(keys)//2
+    return self._taken(inputs, keys[:n]) + self._taken(inputs, keys[n:]) or keys
 
 # %% ../../nbs/api/05h_capture.recording.ipynb #182e33fa
 def _shape(reader):
@@ -215,6 +219,7 @@ def ready(self:Recording,
     if any(self.values[i] != v for was in self.doubts.values() for i,v in was.items()): self.proved = False
     return True
 
+# %% ../../nbs/api/05h_capture.recording.ipynb #182e33fb
 @patch
 def alone(self:Recording) -> bool:
     "Has nobody made an alias or a view of parameters and buffers that the step updates? It would not follow"

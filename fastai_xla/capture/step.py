@@ -152,7 +152,8 @@ def _typed(t, kind):
     t.__dict__.update(kind[1])
     return t
 
-_in_object = "the step gives a {}, an object with tensors in it, which would never be computed; a tuple, a dict or a dataclass can be recorded"
+_in_object = ("the step gives a {}, an object with tensors in it, which would never be computed; "
+              "a tuple, a dict or a dataclass can be recorded")
 
 def _holds(o):
     "Are there tensors of the trace in the attributes or slots of `o`?"

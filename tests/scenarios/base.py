@@ -19,10 +19,10 @@ def scenario(f=None, **kwargs):
     """Put a scenario on the list
 
     `fit`: what is done with the learner. `seen`: what else is compared. `cpu=False`: it draws on the device, where no other device draws
-    the same. `to`: arguments of `to_xla`. `refused`: a part of the reason for which steps are retraced. `tol`: for replayed against retraced"""
+    the same. `to`: arguments of `to_xla`. `tol`: for replayed against retraced"""
     def put(f):
         assert f.__name__ not in scenarios, f.__name__
-        scenarios[f.__name__] = SimpleNamespace(**dict(make=f, fit=fits, seen=nothing, cpu=True, to={}, refused='', tol=0, beside='', file=f.__module__) | kwargs)
+        scenarios[f.__name__] = SimpleNamespace(**dict(make=f, fit=fits, seen=nothing, cpu=True, to={}, tol=0) | kwargs)
         return f
     return put(f) if f else put
 
@@ -84,7 +84,7 @@ def unexplained(learn, counts):
     "What a fit has cost of which its report says nothing"
     report,res = learn.xla_report(),[]
     plain = sum(report.plain.values())
-    if not report.plain and counts['replayed'] < counts['batches'] and 'steps_per_execution' not in str(counts):
+    if not plain and learn.xla_opt.replay.n_steps == 1 and counts['replayed'] < counts['batches']:
         res.append(f"{counts['batches']-counts['replayed']} of {counts['batches']} were not replayed")
     for p in ('training', 'validation'):
         cost = report.per_batch(p)

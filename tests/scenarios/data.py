@@ -22,12 +22,6 @@ def of_items(train=None, valid=None, **kwargs):
     return DataLoaders.from_dsets(train or Items(40), valid or Items(16, 40), **dict(bs=8, num_workers=0, shuffle=False) | kwargs)
 
 @scenario
-def dataset_changed_by_epoch():
-    class C(Train):
-        def before_epoch(self): self.dls.train_ds.scale = 1+self.epoch
-    return learner(data=of_items(), cbs=C())
-
-@scenario
 def dataset_changed_by_batch():
     return learner(data=of_items(), cbs=within(lambda l, i: setattr(l.dls.train_ds, 'scale', 1+.1*i), *range(20)))
 
@@ -39,41 +33,7 @@ def dataset_counts():
     return learner(data=of_items(Items(40, f=f)))
 
 @scenario
-def dataset_draws_with_random(): return learner(data=of_items(Items(40, f=lambda s, x: x*random.random())))
-@scenario
-def dataset_draws_with_numpy(): return learner(data=of_items(Items(40, f=lambda s, x: x*float(np.random.rand()))))
-@scenario
 def dataset_draws_with_torch(): return learner(data=of_items(Items(40, f=lambda s, x: x+torch.rand(1))))
-
-@scenario
-def dataset_reads_a_global_of_the_epoch():
-    conf = dict(k=1.)
-    class C(Train):
-        def before_epoch(self): conf['k'] = 1+self.epoch
-    return learner(data=of_items(Items(40, f=lambda s, x: x*conf['k'])), cbs=C())
-
-@scenario
-def dataset_asks_the_learner():
-    ds = Items(40, f=lambda s, x: x*(1+s.learn.epoch))
-    l = learner(data=of_items(ds))
-    ds.learn = l
-    return l
-
-@scenario
-def numbers_beside_tensors_in_a_batch():
-    class WithN(Items):
-        def __getitem__(self, i): return *super().__getitem__(i),
-    class L2(Learner): pass
-    return learner(data=of_items())
-
-@scenario
-def table_on_tensors():
-    x,y = xy()
-    d = [torch.utils.data.TensorDataset(x[s], y[s]) for s in (slice(40), slice(40, None))]
-    return learner(data=DataLoaders.from_dsets(*d, bs=8, num_workers=0, shuffle=False))
-
-@scenario
-def last_batch_is_smaller(): return learner(data=of_items(bs=12, drop_last=False))
 
 def tfm_dls(*tfms, size=8, ch=1, **kwargs):
     x,y = xy(size=size, ch=ch)
@@ -85,9 +45,6 @@ def conv(*tfms, ch=1, **kwargs): return learner(tiny_convnet(ch), data=tfm_dls(*
 class Scale(Transform):
     def __init__(self, by=1.): self.by = by
     def encodes(self, x:TensorImage): return x*self.by
-
-@scenario
-def setting_of_a_batch_transform(): return conv(Scale(), cbs=within(lambda l, i: setattr(l.dls.train.after_batch.fs[0], 'by', .1*i)))
 
 @scenario
 def batch_transform_that_counts():
@@ -128,25 +85,6 @@ def normalize_with_other_statistics():
 
 @scenario(cpu=False)
 def mixup(): return learner(loss_func=CrossEntropyLossFlat(), cbs=MixUp(.4))
-@scenario(cpu=False)
-def cutmix(): return conv(loss_func=CrossEntropyLossFlat(), cbs=CutMix(1.))
-@scenario(cpu=False)
-def mixup_and_cutmix(): return conv(loss_func=CrossEntropyLossFlat(), cbs=[MixUp(.4), CutMix(1.)])
-@scenario(cpu=False)
-def random_erasing(): return conv(RandomErasing(p=1., sl=.2, max_count=2))
-@scenario(cpu=False)
-def augmentations(): return conv(*aug_transforms(size=8))
-@scenario(cpu=False)
-def augmentations_with_a_scale(): return conv(*aug_transforms(size=8, min_scale=.6), ch=3)
-@scenario(cpu=False)
-def augmentations_with_a_scale_without_a_size(): return conv(*aug_transforms(min_scale=.6), ch=3)
-@scenario(cpu=False)
-def augmentations_of_batches(): return conv(*aug_transforms(size=8, batch=True))
-@scenario(cpu=False)
-def lightings(): return conv(Brightness(p=1.), Contrast(p=1.), Saturation(p=1.), Hue(p=1.), ch=3)
-@scenario(cpu=False)
-def dihedral_and_flip(): return conv(Flip(p=.5), Dihedral(p=.5))
-
 class SiameseNet(nn.Module):
     def __init__(self):
         super().__init__()
@@ -167,17 +105,3 @@ def siamese():
     d = tls.dataloaders(bs=8, num_workers=0, shuffle=False, shuffle_train=False)
     d.train._n_inp = d.valid._n_inp = 2
     return learner(SiameseNet(), data=d)
-
-@scenario
-def siamese_of_tuples():
-    x,y = xy()
-    class Pairs:
-        def __init__(self, ids): self.ids = ids
-        def __len__(self): return len(self.ids)
-        def __getitem__(self, k):
-            i,j = self.ids[k],self.ids[(3*k+1) % len(self.ids)]
-            return TensorImage(x[i]),TensorImage(x[j]),TensorCategory(int(y[i] == y[j]))
-    class Nested(SiameseNet):
-        def forward(self, a, b): return super().forward(a, b)
-    d = DataLoaders.from_dsets(Pairs(range(40)), Pairs(range(40, 56)), bs=8, num_workers=0, shuffle=False, n_inp=2)
-    return learner(Nested(), data=d)
