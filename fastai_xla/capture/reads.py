@@ -11,7 +11,7 @@ __all__ = ['Reads']
 import dis, functools, gc, random
 from collections import deque
 from functools import partial
-from operator import is_
+from operator import attrgetter, is_
 from types import BuiltinMethodType, FunctionType, MappingProxyType, MethodType, MethodWrapperType, ModuleType
 
 import numpy as np
@@ -87,6 +87,7 @@ class Reads:
         self.numbers = {(i, k[0] if type(k) is tuple else k) for i,k in numbers}   # one of a pair such as `betas` stands for it
         self.places,self.codes,self.caches,self._seen,self._alive = {},set(),{},set(),[]
         self.modules = []   # that are called, wherever they are held
+        self.more = set()   # names that an `attrgetter` reads
 
     def see(self,
         frame, # Of one of the user's functions, which begins
@@ -99,6 +100,8 @@ class Reads:
         self._seen.add(key)
         self._alive.append(own)   # so that nothing else gets these ids
         self.codes.add(code)
+        for v in (*own.values(), *map(frame.f_globals.get, _names(code)[0])):
+            if isinstance(v, attrgetter): self.more |= {k for o in v.__reduce__()[1] for k in o.split('.')}
         for n in _names(code)[0]: self._read(frame.f_globals, n, code, n)
         for n,v in own.items():
             if n in code.co_freevars: self._read({n: v}, n, code, n, v)
@@ -151,7 +154,7 @@ def _walk(self:Reads, v, code, path, depth=0):
     if isinstance(v, (*_lists, dict, MethodType)): return
     _,attrs,stores,any_name = _names(code)
     d = getattr(v, '__dict__', None)
-    if any_name and isinstance(d, dict): attrs = attrs | d.keys()
+    attrs = attrs | self.more | (d.keys() if any_name and isinstance(d, dict) else set())
     names = attrs
     if isinstance(v, (ModuleType, type)):
         if is_library(v.__name__ if isinstance(v, ModuleType) else v.__module__): return

@@ -22,10 +22,6 @@ def of_items(train=None, valid=None, **kwargs):
     return DataLoaders.from_dsets(train or Items(40), valid or Items(16, 40), **dict(bs=8, num_workers=0, shuffle=False) | kwargs)
 
 @scenario
-def dataset_changed_by_batch():
-    return learner(data=of_items(), cbs=within(lambda l, i: setattr(l.dls.train_ds, 'scale', 1+.1*i), *range(20)))
-
-@scenario
 def dataset_counts():
     def f(self, x):
         self.scale += .01
