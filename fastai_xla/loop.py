@@ -15,6 +15,7 @@ from types import FunctionType
 from fastcore.all import *
 from fastai.callback.core import *
 from fastai.callback.fp16 import MixedPrecision
+from fastai.data.core import TfmdDL
 from fastai.learner import Learner, CastToTensor
 
 from .compat.optimizer import zeros_shown
@@ -34,6 +35,17 @@ def _replay(learn):
 def _own(learn):
     return all(getattr(type(learn), n) is getattr(Learner, n) and n not in learn.__dict__ for n in ('one_batch', '_do_one_batch'))
 
+def _uncounted(learn, raw):
+    "The dataloader that has not yet counted the inputs of its batches, and is told so for one batch; `None` if there is none"
+    dl = getattr(learn.dls, 'train', None)
+    if not isinstance(dl, TfmdDL) or hasattr(dl.dataset, 'n_inp') or hasattr(dl, '_n_inp'): return
+    dl._n_inp = max(len(raw)-1, 1) if isinstance(raw, (tuple, list)) else 1
+    return dl
+
+def _count(dl):
+    del dl._n_inp
+    dl._one_pass()
+
 @patch
 def all_batches(self:Learner):
     "Train or evaluate `self.model` on all the batches of `self.dl`"
@@ -43,8 +55,10 @@ def all_batches(self:Learner):
     r.passes += self.xla_opt.fitting   # a prediction is not audited each time
     try:
         for raws in in_groups(feed(self.dl, r.n_steps), r.n_steps):
+            new = _uncounted(self, raws[0].raw) if i == 0 else None
             if len(raws) == 1 or len(raws) < r.n_steps or not r.several(i, raws):
                 for j,b in enumerate(raws): self.one_batch(i+j, b)
+            if new: _count(new)
             i += len(raws)
     finally: r.looping = r.quiet = False
 

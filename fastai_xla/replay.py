@@ -153,7 +153,7 @@ def _run(self:Replay, rec, inputs):
         self.moved,self.ran_at = True,n_moves()
     for m,n in rec.advances: m.advance(n)
     self.leave_autocast()
-    self.done = done
+    self.done,self.left = done,rec.left
     self.take(0)
     if rec.end: raise rec.end()
 
@@ -175,6 +175,7 @@ def take(self:Replay,
     "Give the learner what the step has left"
     learn,done = self.learn,self.done[j]
     learn.xb,learn.yb,learn.pred,learn.loss = (done[k] for k in ('xb', 'yb', 'pred', 'loss'))
+    for (d,k),v in zip(self.left[j], done['left']): d[k] = v   # of several steps, each its own
     if 'loss_grad' in done: learn.loss_grad = done['loss_grad']
     learn.replayed = SimpleNamespace(others=self.others, smooth_loss=done.get('smooth_loss'), check=self._check_given)
     self.given = learn.pred,learn.loss,learn.yb

@@ -143,21 +143,6 @@ def test_batch_by_hand_of_a_learner_that_has_never_had_a_dataloader():
         return learn.loss
     compare(learner, story)
 
-# The loss that the backward pass starts from
-
-class Scales(Callback):
-    def __init__(self): self.seen = []
-    def after_loss(self): self.learn.loss_grad = self.learn.loss_grad*3
-    def after_batch(self): self.seen.append((float(self.learn.loss_grad), float(self.learn.loss)))
-
-def test_loss_grad_of_a_replayed_batch_is_what_the_backward_pass_started_from():
-    def story(learn):
-        fits(learn)
-        return learn.scales.seen
-    learn = compare(lambda: learner(cbs=Scales()), story)
-    assert not plain(learn)
-    assert all(g == pytest.approx(3*l, rel=1e-5) for g,l in learn.scales.seen)
-
 # Gradients between two steps
 
 class ReadsGrads(Callback):
@@ -254,9 +239,6 @@ def test_hidden_state_in_an_attribute(model, odd):
         warnings.simplefilter('ignore')
         learn = compare(lambda: seq_learner(model, odd=odd), fits_and_validates)
     assert sum(plain(learn).values()) <= 2   # the first batch after a reset, in training and in validation
-
-def test_hidden_state_that_is_never_reset():
-    compare(lambda: seq_learner(Recurrent, cbs=None), fits)
 
 def test_hidden_state_reset_within_an_epoch():
     "The recording of a tensor is not run with a number"

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from itertools import chain
 from types import ModuleType
 
+from torch import nn
 from fastcore.all import *
 
 from .state import Refused
@@ -71,6 +72,8 @@ def _effect_of_code(frame):
         if i.opname not in ('CACHE', 'PRECALL'): was = i
     return ''
 
+_call = nn.Module._call_impl.__code__   # runs whenever a module is called
+
 # %% ../../nbs/api/05d_capture.effects.ipynb #9d8a95ec
 @contextmanager
 def no_effects(
@@ -90,6 +93,7 @@ def no_effects(
     def watch(frame, event, arg):
         if found: return
         if event == 'call':
+            if frame.f_code is _call: reads and reads.called(frame.f_locals['self'])
             if _is_user(frame):
                 if frame.f_code not in seen: note(frame, _effect_of_code(frame))
                 seen.add(frame.f_code)

@@ -8,6 +8,8 @@ Docs: https://fastai-xla.github.io/fastai_xla/api/capture.step.html.md"""
 __all__ = ['aliased', 'Trace']
 
 # %% ../../nbs/api/05g_capture.step.ipynb #67e4bf52
+import gc
+
 import torch
 from torch import nn
 from fastcore.all import *
@@ -35,11 +37,11 @@ class Trace:
         numbers:Numbers, # Python numbers that may change
         seed:int, # For the numbers that torch is shown
         then=noop, # Called with the trace while its graph is there
-        unread=frozenset(), # As for `Tape`
+        others=frozenset(), # As for `Tape`
         search=False, # Look for tensors that the step changes and that are in none of the places?
     ):
         settle_tensors()
-        self.inputs,self.tape,rng,before = inputs,Tape(seed, unread),rng_state(),places()
+        self.inputs,self.tape,rng,before = inputs,Tape(seed, others),rng_state(),places()
         manual_seed(rng)   # where numbers have been drawn already, the next ones begin a graph of their own
         self.memory,self.given,c0,self.seeds = Memory(before, inputs, search),buffers(inputs),xla_counts(),[rng]
         self.reads = Reads([*before.keys, *map(id, numbers.dicts)], numbers.places)
@@ -150,6 +152,15 @@ def _typed(t, kind):
     t.__dict__.update(kind[1])
     return t
 
+_in_object = ("the step gives a {}, an object with tensors in it, which would never be computed; "
+              "a tuple, a dict or a dataclass can be recorded")
+
+def _holds(o):
+    "Are there tensors of the trace in the attributes or slots of `o`?"
+    if isinstance(o, (type, nn.Module, str, int, float, type(None))): return False
+    found = [t for r in gc.get_referents(o) if not isinstance(r, type) for t in (r, *gc.get_referents(r))]
+    return any(pending([t for t in found if isinstance(t, torch.Tensor) and is_xla(t)]))
+
 @patch
 def _collect(self:Trace, outs):
     "The roots of the graph, each once, and which of them goes where"
@@ -168,6 +179,8 @@ def _collect(self:Trace, outs):
     self.updated = [(i, root(self.memory.tensors[i])) for i in self.updated]
     self.replaced = [(d, k, *tree(v)) for d,k,v in self.replaced]
     self.grads = [(p, None if g is None else root(g)) for p,g in self.grads]
+    odd = first(o for o in flatten(outs)[0] if not isinstance(o, torch.Tensor) and _holds(o))
+    if odd is not None: raise Refused(_in_object.format(type(odd).__name__))
     self.outs = tree(outs)
 
 # %% ../../nbs/api/05g_capture.step.ipynb #1b946704

@@ -52,23 +52,22 @@ class HostNumber(torch.Tensor):
         with torch._C.DisableTorchFunctionSubclass(): return f(*args, **(kwargs or {}))
 
 # %% ../../nbs/api/05c_capture.values.ipynb #43fdc348
-def _is_number(v): return isinstance(v, (int, float)) and not isinstance(v, bool)
+def _is_number(v): return isinstance(v, (int, float, np.integer, np.floating)) and not isinstance(v, bool)
 
 def number_keys(
     d:dict, # Hyper-parameters of one group
 ) -> list: # Key, or (key, index)
     "Where there are numbers in `d`, and in tuples in it"
-    return ([k for k,v in d.items() if _is_number(v)]
+    return ([k for k,v in d.items() if _is_number(v) or _on_host(v)]
             + [(k, j) for k,v in d.items() if type(v) is tuple for j,o in enumerate(v) if _is_number(o)])
 
 def get_number(
     d:dict, # Any dict
     key, # As from `number_keys`
 ):
-    "The number there, also if it is in a tensor on the host"
-    if type(key) is tuple: return d[key[0]][key[1]]
-    v = d[key]
-    return v.item() if isinstance(v, torch.Tensor) else v
+    "The number there, also if it is numpy's, or in a tensor on the host"
+    v = d[key[0]][key[1]] if type(key) is tuple else d[key]
+    return v.item() if isinstance(v, (torch.Tensor, np.generic)) else v
 
 def put_number(
     d:dict, # Any dict
