@@ -35,16 +35,10 @@ def _replay(learn):
 def _own(learn):
     return all(getattr(type(learn), n) is getattr(Learner, n) and n not in learn.__dict__ for n in ('one_batch', '_do_one_batch'))
 
-def _uncounted(learn, raw):
-    "The dataloader that has not yet counted the inputs of its batches, and is told so for one batch; `None` if there is none"
+def _uncounted(learn):
+    "Has fastai yet to count the inputs of a batch?"
     dl = getattr(learn.dls, 'train', None)
-    if not isinstance(dl, TfmdDL) or hasattr(dl.dataset, 'n_inp') or hasattr(dl, '_n_inp'): return
-    dl._n_inp = max(len(raw)-1, 1) if isinstance(raw, (tuple, list)) else 1
-    return dl
-
-def _count(dl):
-    del dl._n_inp
-    dl._one_pass()
+    return isinstance(dl, TfmdDL) and len(dl.after_batch.fs) > 0 and not hasattr(dl.dataset, 'n_inp') and not hasattr(dl, '_n_inp')
 
 @patch
 def all_batches(self:Learner):
@@ -55,10 +49,8 @@ def all_batches(self:Learner):
     r.passes += self.xla_opt.fitting   # a prediction is not audited each time
     try:
         for raws in in_groups(feed(self.dl, r.n_steps), r.n_steps):
-            new = _uncounted(self, raws[0].raw) if i == 0 else None
-            if len(raws) == 1 or len(raws) < r.n_steps or not r.several(i, raws):
+            if len(raws) == 1 or len(raws) < r.n_steps or _uncounted(self) or not r.several(i, raws):
                 for j,b in enumerate(raws): self.one_batch(i+j, b)
-            if new: _count(new)
             i += len(raws)
     finally: r.looping = r.quiet = False
 
@@ -70,7 +62,7 @@ def one_batch(self:Learner, i, b):
     if r is None: return self._orig_one_batch(i, b)
     self.iter,self.replayed = i,None
     r.begin()
-    folds = isinstance(b, RawBatch) and r.folds()
+    folds = isinstance(b, RawBatch) and r.folds() and not _uncounted(self)
     r.raws,r.later = [b] if folds else None,[]
     b = b.raw if folds else b.batch() if isinstance(b, RawBatch) else self._set_device(b)
     try:

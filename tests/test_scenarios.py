@@ -37,7 +37,8 @@ def test_replayed_is_retraced_is_the_cpu(name):
         diff = differences(play(s, on_xla=False)[2], replayed, 1e-4)
         assert not diff, f'{len(diff)} differ from the CPU: {diff[:3]}'
     assert not unexplained(learn, counts)
-    plain = learn.xla_report().plain
-    if name in refused: assert any(refused[name] in why for why in plain), plain
+    report = learn.xla_report()
+    told = [*report.plain, *report.beside]
+    if name in refused: assert any(refused[name] in why for why in told), told
 
 def test_there_are_enough(): assert len(scenarios) >= 120

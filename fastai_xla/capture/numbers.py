@@ -18,7 +18,7 @@ class Tape:
     "Numbers of a step: how each is made from the named ones, and which comparisons were made"
     def __init__(self,
         seed:int=0, # For the values that torch is shown
-        others=frozenset(), # Keys of numbers to show otherwise though they would be shown as they are
+        others={}, # Key of a number that is shown as it is -> what to add to it, to show another one
     ):
         self.ops,self.true,self.shown,self.hidden,self.names,self.memo,self.guards,self.rng = [],[],[],[],{},{},{},random.Random(seed)
         self._others = others
@@ -36,8 +36,7 @@ class Tape:
         hide:bool=True, # Show torch another number? One that it may branch on has to be shown as it is
     ): # A number to put in the place of `true`
         "A number that is another input at each step"
-        # far away, by another step for each, and odd: for indices, bounds and bits
-        shown = self.rng.uniform(.05, .95) if hide else true + 16*self.rng.randrange(200, 600) + 15 if key in self._others else true
+        shown = self.rng.uniform(.05, .95) if hide else true + self._others.get(key, 0)
         res = self._entry(None, key, true, shown, hide)
         self.names[key] = res._i
         return res

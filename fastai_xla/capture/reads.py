@@ -9,8 +9,9 @@ __all__ = ['Reads']
 
 # %% ../../nbs/api/05f_capture.reads.ipynb #0094e06f
 import dis, functools, gc, random
-from collections import deque
+from collections import ChainMap, UserDict, UserList, deque
 from functools import partial
+from logging import Logger
 from operator import attrgetter, is_
 from types import BuiltinMethodType, FunctionType, MappingProxyType, MethodType, MethodWrapperType, ModuleType
 
@@ -142,7 +143,7 @@ def _read(self:Reads, d, k, code, path, owner=None, new=False):
 @patch
 def _walk(self:Reads, v, code, path, depth=0):
     "Follow the attributes whose names stand in the code, and all plain ones of objects that are no modules, callbacks or the like"
-    if isinstance(v, (torch.Tensor, *_plain)) or depth > 4 or (id(v), code) in self._seen: return
+    if isinstance(v, (torch.Tensor, Logger, *_plain)) or depth > 4 or (id(v), code) in self._seen: return
     self._seen.add((id(v), code))
     if hasattr(v, 'cache_info'): self.caches.setdefault(id(v), (v, v.cache_info().currsize))
     for o in _items(v)[:1000]:
@@ -155,6 +156,7 @@ def _walk(self:Reads, v, code, path, depth=0):
     _,attrs,stores,any_name = _names(code)
     d = getattr(v, '__dict__', None)
     attrs = attrs | self.more | (d.keys() if any_name and isinstance(d, dict) else set())
+    if isinstance(v, (ChainMap, UserDict, UserList)): attrs = attrs | {'maps', 'data'}   # which their own code reads
     names = attrs
     if isinstance(v, (ModuleType, type)):
         if is_library(v.__name__ if isinstance(v, ModuleType) else v.__module__): return

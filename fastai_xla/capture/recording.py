@@ -37,6 +37,7 @@ class Recording:
         self.fn,self.places,self.get_numbers,self.device = fn,places,numbers,here()
         self.runs,self.checks,self.proved,self.doubts,self.moved = 0,0,False,{},''
         self.pinned = {}   # number of the tape -> the only value that it may have
+        self.near = set()   # keys of numbers that torch is not shown far away
         self.audited,self.since = 0,0   # the pass over a dataloader, and `runs`, at the last audit
         first = Trace(fn, places, inputs, numbers(), seed=1, search=True)
         self.numbers = numbers()
@@ -105,7 +106,7 @@ def _watch(self:Recording, watched):
 def _set(self:Recording):
     "A setting of a watched module that is another than in the step; empty if there is none"
     for w,was in self.watches:
-        try: 
+        try:
             if same(w.now(), was): continue
         except (AttributeError, KeyError): pass   # gone
         return f'a setting of {type(w.roots[0]).__name__}'
@@ -171,25 +172,40 @@ def audit(self:Recording,
 def _found(self:Recording): return self.names,dict(self.meanings),dict(self.doubts)
 
 @patch
-def _retrace(self:Recording, inputs, others=()):
-    trace = Trace(self.fn, self.places, inputs, self.get_numbers(), seed=3, others=frozenset(others))
+def _retrace(self:Recording, inputs, others={}):
+    trace = Trace(self.fn, self.places, inputs, self.get_numbers(), seed=3, others=others)
     self.tape.true = trace.tape.true
     self._compare(trace)
 
 # %% ../../nbs/api/05h_capture.recording.ipynb #222b0014
 @patch
+def _others(self:Recording, keys):
+    "What to add to each number: far away, odd and each its own, for indices, bounds and bits; or little"
+    def little(k): return 3 if isinstance(self.tape.true[self.tape.names[k]], int) else .01
+    return {k: little(k) if k in self.near else 16*(211+37*i)+15 for i,k in enumerate(keys)}
+
+@patch
+def _differs(self:Recording, inputs, keys):
+    "Is the step another where torch is shown other numbers?"
+    found = self._found()
+    try: self._retrace(inputs, self._others(keys))
+    except Exception: self.names,self.meanings,self.doubts = found
+    else: return False
+    return True
+
+@patch
 def _taken(self:Recording, inputs, keys):
     """Numbers that something has taken as they are, as C code and containers do: where torch is shown others, the step is another
 
     The tape knows nothing of that, so they are looked for by halves"""
-    if not keys: return []
-    found = self._found()
-    try: self._retrace(inputs, keys)
-    except Exception: self.names,self.meanings,self.doubts = found
-    else: return []
-    if len(keys) == 1 or self.numbers.later: return keys
+    if not keys or not self._differs(inputs, keys): return []
+    if self.numbers.later: return keys
+    if len(keys) == 1 and keys[0] not in self.near:
+        self.near.add(keys[0])   # `1-beta**n` is 1 for all `n` that are far
+        return self._taken(inputs, keys)
     n = len(keys)//2
-    return self._taken(inputs, keys[:n]) + self._taken(inputs, keys[n:]) or keys
+    return self._taken(inputs, keys[:n]) + self._taken(inputs, keys[n:]) if n else keys
+
 
 # %% ../../nbs/api/05h_capture.recording.ipynb #182e33fa
 def _shape(reader):

@@ -37,7 +37,7 @@ class Trace:
         numbers:Numbers, # Python numbers that may change
         seed:int, # For the numbers that torch is shown
         then=noop, # Called with the trace while its graph is there
-        others=frozenset(), # As for `Tape`
+        others={}, # As for `Tape`
         search=False, # Look for tensors that the step changes and that are in none of the places?
     ):
         settle_tensors()
