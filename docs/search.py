@@ -20,6 +20,7 @@ def bonus(
 ) -> int: # What `scorer.js` adds
     if doc == 'tutorials/speed': return 13
     if doc == 'api/coverage': return 11
+    if doc == 'api/learner': return 4
     if doc == 'start' or doc.startswith('howto/'): return 12
     if doc.startswith(('tutorials/', 'explanations/')): return 8
     return 0 if re.match('api/|internals|changelog', doc) else 4
