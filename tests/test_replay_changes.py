@@ -4,12 +4,12 @@ The controls show that each guard is needed."""
 import os
 os.environ.setdefault('XLA_COMPILATION_CACHE_SIZE', '128')
 import gc, subprocess, sys, tempfile, warnings, weakref
-from contextlib import contextmanager, nullcontext
-from unittest.mock import patch as mocked
+from contextlib import nullcontext
 
 import pytest
 from fastai.callback.all import *
 from common import *
+from scenarios.base import counting
 from test_replay_matrix import differences, left_behind
 from fastai_xla.all import *
 from fastai_xla.capture import recording, step
@@ -27,17 +27,6 @@ def net(p=.3):
 def dls(n=40, tfms=None, size=8): return image_dls(n, 16, 8, size=size, after_batch=tfms)   # 5 and 2 batches
 def learner(dls_=None, **kwargs):
     return Learner(dls_ or dls(), net(), **(dict(loss_func=CrossEntropyLossFlat(), metrics=accuracy, splitter=params_of) | kwargs))
-
-@contextmanager
-def counting(counts):
-    "Count batches and replayed ones"
-    def counted(f, k):
-        def g(self, *args, **kwargs):
-            counts[k] += 1
-            return f(self, *args, **kwargs)
-        return g
-    with (mocked.object(Recording, 'run', counted(Recording.run, 'replayed')),
-          mocked.object(Learner, 'one_batch', counted(Learner.one_batch, 'batches'))): yield
 
 def run(make, story, replay):
     "What the story leaves behind in its learner, and in what it returns (learners and other things)"
