@@ -1,4 +1,4 @@
-"""What is drawn on the host is an input of the step: mixed, cropped, erased pictures and those drawn for a whole batch cost one execution"""
+"What is drawn on the host is an input of the step: pictures mixed, cropped, erased and turned by the batch cost one execution"
 import random
 import pytest
 from fastai.callback.all import *
@@ -56,7 +56,8 @@ def test_the_draws_are_those_of_retraced_steps(name):
 def test_several_steps_as_one():
     learn,_ = trained('mixup', n=4, steps_per_execution=4)
     assert learn.xla_report().per_batch()['executions'] == 1/4 and not learn.xla_report().beside
-    for p,q in zip(left('mixup', steps_per_execution=4)[0], left('mixup', replay=False)[0]): torch.testing.assert_close(p, q, rtol=0, atol=1e-5)
+    four,plain = left('mixup', steps_per_execution=4)[0],left('mixup', replay=False)[0]
+    for p,q in zip(four, plain): torch.testing.assert_close(p, q, rtol=0, atol=1e-5)
 
 def test_what_is_drawn_from_may_change():
     "In the middle of an epoch"
@@ -64,7 +65,7 @@ def test_what_is_drawn_from_may_change():
         order = MixUp.order-1
         def before_train(self): self.at = 3
         def after_batch(self):
-            if self.training and self.iter == self.at: self.learn.mix_up.distrib = torch.distributions.Beta(torch.tensor(99.), torch.tensor(99.))
+            if self.training and self.iter == self.at: self.learn.mix_up.distrib = torch.distributions.Beta(*torch.tensor([99., 99.]))
     def run(**to):
         set_seed(0)
         manual_seed(0)

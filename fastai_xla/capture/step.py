@@ -96,7 +96,8 @@ def _changed(self:Trace, before, after, numbers):
     "Sort what has changed into updates, replacements and numbers"
     new = {i: keys for i,(_,keys,_) in after.keys.items()}
     scratch = {(id(d), k): (path, d, k) for d,k,v,path in after.tensors}
-    scratch |= {(id(d), k): (path, d, k) for d,k,v,(leaves,_),path in after.trees if leaves and all(isinstance(t, torch.Tensor) and is_xla(t) for t in leaves)}
+    def on_xla(ts): return bool(ts) and all(isinstance(t, torch.Tensor) and is_xla(t) for t in ts)
+    scratch |= {(id(d), k): (path, d, k) for d,k,v,(leaves,_),path in after.trees if on_xla(leaves)}
     for i,(d,keys,path) in before.keys.items():
         other = [k for k in keys if k not in d] + [k for k in new.get(i, keys) if k not in keys and (i, k) not in scratch]
         if other: raise Refused(f"{path}{key_name(other[0])} comes or goes within the step")
