@@ -18,6 +18,7 @@ from fastai.callback.fp16 import MixedPrecision
 from fastai.data.core import TfmdDL
 from fastai.learner import Learner, CastToTensor
 
+from .compat.mixup import mixes
 from .compat.optimizer import zeros_shown
 from .data import RawBatch, feed, feedable, in_groups
 from .capture.effects import is_library
@@ -114,7 +115,7 @@ def _call_one(self:Learner, event_name):
     cbs = ordered(self) if r is None or event_name == 'after_fit' else list(r.acting(event_name))
     for cb in cbs:
         # `Replay` does that after the batch transforms
-        if event_name == 'before_batch' and isinstance(cb, CastToTensor) and r and r.raws: continue
+        if event_name == 'before_batch' and r and r.raws and (isinstance(cb, CastToTensor) or mixes(cb)): continue
         reads = _reads_grads(cb) if r is None else cb in r.acting('reads gradients', _reads_grads)
         with zeros_shown(self.model.parameters()) if reads else nullcontext(): cb(event_name)
 
@@ -134,7 +135,7 @@ def _before_each(self:Replay, i, raws):
         if j: next_batch(learn)
         learn._split(b.raw)
         for cb in self.acting('before_batch'):
-            if not isinstance(cb, (MixedPrecision, CastToTensor)): cb('before_batch')
+            if not isinstance(cb, (MixedPrecision, CastToTensor)) and not mixes(cb): cb('before_batch')
         held.append(self._hold())
     learn.__dict__.update(start, iter=i)
     return held
@@ -147,7 +148,7 @@ def several(self:Replay,
 ) -> bool: # Have they been done?
     "Do several batches as one"
     learn = self.learn
-    if not self.folds() or self.failed[learn.training] >= 4: return False
+    if not self.folds() or self._helpers() or self.failed[learn.training] >= 4: return False
     self.begin()
     self.raws = raws
     held = self._before_each(i, raws)

@@ -28,6 +28,7 @@ from .capture.recording import *
 from .capture.watch import *
 from .capture.watch import _base_attrs
 from .learner_step import *
+from .helpers import *
 from .learner_step import _hears_all, _ident, _numbers_of
 
 # %% ../nbs/api/06ab_recordings.ipynb #06ab0002
@@ -169,8 +170,7 @@ def _record(self:Recordings, inputs):
     if any(t.requires_grad for t in inputs):
         raise Refused("a batch has a graph of its own, through which gradients flow "
                       "once; `detach()` the dataset's items where they need none")
-    def numbers():
-        return _numbers_of(self.optimizers(), self.more_optimizers(), [*self.mets, *self.actors, *self.stateful, learn], self.later)
+    def numbers(): return _numbers_of(self.optimizers(), self.more_optimizers(), self.counting(), self.later)
     start,left = {},{}
     def traced(j):
         if j: next_batch(learn)
@@ -248,11 +248,12 @@ def _refuse(self:Recordings, e):
     The first batch of a fit may set up what later ones find, so there is a second try"""
     text = str(e) if isinstance(e, Refused) else f"{type(e).__name__} while the step was traced: {e}"
     why = self.reason = self.texts.setdefault(getattr(e, 'why', text), text)
-    self.why[why] += 1
+    new = self.look_after(getattr(e, 'holder', None))
+    self.why[why] += not new
     self.failed[self.learn.training] += 1
     final = not getattr(e, 'again', True)
     if final: self.moving.add(why)
-    self.recs[self.key] = self.kind = why if final or self.why[why] > 1 else []
+    self.recs[self.key] = self.kind = why if final or self.why[why] > 1 and not new else []
     if self.warn and self.kind: warnings.warn(f"Steps cannot be replayed, and each is retraced: {why}.")
     if self.mixed and not torch.is_autocast_enabled('xla'): self.mixed.autocast.__enter__()
 

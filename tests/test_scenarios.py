@@ -11,8 +11,7 @@ _refused = [
     ('may draw from', 'a_generator_of_weights draws_of_a_generator_of_torch hidden_state_on_a_generator'),
     ('has another value time and again', 'a_deque_of_losses draws_a_host_tensor_before_the_batch'),
     ('is no attribute of the model', 'teacher_in_a_list'),
-    ('changes within the step', 'exponential_average_helper simple_namespace_on_a_callback counter_on_a_nested_object '
-        'feature_loss_with_its_metrics batch_transform_that_counts'),
+    ('changes within the step', 'batch_transform_that_counts'),
     ('the value of a tensor is read', 'average_of_the_loss_by_hand'),
     ('changes a list', 'list_of_losses_within_the_step auxiliary_losses_in_a_list'),
     ('draws random numbers on the host', 'draws_of_random coin_of_stochastic_depth batch_transform_draws_on_the_host'),

@@ -22,7 +22,7 @@ from .state import Refused
 # %% ../../nbs/api/05d_capture.effects.ipynb #95d5ad50
 _libraries = {'torch', 'torch_xla', 'torchvision', 'fastai', 'fastcore', 'fastai_xla', 'numpy', 'fasttransform',
     'plum', 'beartype', 'math', 'operator', '_operator', 'itertools', 'functools', '_functools', 'collections',
-    'contextlib', 'typing', 'types', 'abc', '_abc', 'enum', 'copy', 'dataclasses'}
+    'contextlib', 'packaging', 'typing', 'types', 'abc', '_abc', 'enum', 'copy', 'dataclasses'}
 _harmless = set('len isinstance issubclass getattr hasattr callable abs min max sum '
                 'any all iter next sorted id round divmod pow repr hash vars'.split())
 _changes = set('append appendleft extend extendleft insert remove pop popleft popitem '

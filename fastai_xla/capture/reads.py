@@ -203,7 +203,7 @@ def forget_new(self:Reads,
 @patch
 def restore(self:Reads) -> str: # The first such place; empty if there is none
     "Put back what the step has changed of objects that nobody else looks after"
-    found = ''
+    found,self.holder = '',None
     for d,k,kept,v,was,path,owner in self.places.values():
         now = _get(d, k)
         # of containers and arrays in place nobody else knows
@@ -212,7 +212,7 @@ def restore(self:Reads) -> str: # The first such place; empty if there is none
                  or isinstance(v, torch.Tensor) and is_xla(v) and was is not None and pending([v])[0])
         moved = moved or any(a is not b for a,b in zip(_items(v), _items(was)) if isinstance(a, torch.Tensor))
         if not moved and self._kept(now) == kept: continue
-        found = found or path
+        if not found: found,self.holder = path,owner
         if now is v or isinstance(v, torch.Tensor): _put_back(v, was)
         if now is not v:
             if isinstance(d, dict): d.pop(k, None) if v is _missing else d.update({k: v})

@@ -16,6 +16,7 @@ from ..runtime import *
 from ..mesh import *
 from ..graphs import *
 from ..transfer import *
+from ..draws import *
 from .state import *
 from .step import *
 from .step import _typed
@@ -49,6 +50,7 @@ class Recording:
 def _compile(self:Recording, first, trace):
     for n in 'tape hash sources names ids buffers consts meanings updated replaced outs counts grads reads n_draws'.split():
         setattr(self, n, getattr(trace, n))
+    self.drawn = trace.draws.fs
     self._compare(first)
     self.reads.find_variables()
     known = known_constants()
@@ -74,6 +76,7 @@ def _compare(self:Recording, other):
     if other.hash != self.hash or len(other.names) != len(self.names): raise Refused("the graph of the step is not the same each time")
     self.names = [{n: r for n,r in a.items() if n in b} for a,b in zip(self.names, other.names)]
     if not all(self.names): raise Refused("the step does not find its inputs in the same places each time")
+    if not other.draws.made_by(self.drawn): raise Refused("the step draws other random numbers on the host each time")
     if other.tape.ops != self.tape.ops or other.tape.guards != self.tape.guards:
         raise Refused("the step computes its Python numbers in different ways")
     for k,c in other.consts.items():
@@ -271,11 +274,13 @@ def run(self:Recording,
     state = self._read()
     self.settled = not untouched and any(pending(state))
     if self.settled: settle_tensors()   # somebody has changed it between the steps
-    rng = rng_state()
-    pool = state + self._seeds() + self.fixed + self._send_numbers() + list(inputs)
+    rng,on_host = rng_state(),host_rng() if self.drawn else None
+    inputs = [*inputs, *send_batch([t for f in self.drawn for t in f()], self.device, split=False)]
+    pool = state + self._seeds() + self.fixed + self._send_numbers() + inputs
     try: res = run_graph(self.handle, [pool[i] for i in self.order])
     except RuntimeError:
         manual_seed(rng)
+        if self.drawn: set_host_rng(on_host)
         raise
     for i,r in self.in_place: set_data(state[i], res[r])
     for (f,*a),r in self.elsewhere: set_data(f(*a), res[r])

@@ -65,9 +65,10 @@ class Refused(RuntimeError):
         why:str, # The same text for the same reason
         detail:str='', # What may be another each time, such as values
         again:bool=True, # Worth another try?
+        holder=None, # Object that the step changes, where that is the reason
     ):
         super().__init__(why+detail)
-        self.why,self.again = why,again
+        self.why,self.again,self.holder = why,again,holder
 
 _plain = (int, float, bool, str, bytes, type(None), torch.dtype, torch.device)
 # the last is a cache of `nn.RNNBase`, checked by itself

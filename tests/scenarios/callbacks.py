@@ -125,6 +125,34 @@ def exponential_average_helper():
     return learner(cbs=EMA())
 scenarios['exponential_average_helper'].seen = lambda l: list(l.ema.helper.shadow.values())
 
+class Averages(Train):
+    "Keeps an average of the loss in an object of its own"
+    def before_fit(self): self.kept = SimpleNamespace(by=.9, avg=torch.zeros((), device=self.model[1].weight.device), n=0)
+    def after_loss(self):
+        self.kept.avg = self.kept.avg*self.kept.by + self.loss.detach()
+        self.kept.n += 1
+        self.learn.loss_grad = self.loss_grad/(1+self.kept.n*.1)
+
+@scenario
+def helper_in_whose_place_another_is_put():
+    def change(l, i): l.averages.kept = SimpleNamespace(by=.5, avg=l.averages.kept.avg*0+1, n=100)
+    return learner(cbs=[Averages(), within(change, 6, 12)])
+scenarios['helper_in_whose_place_another_is_put'].seen = lambda l: vars(l.averages.kept)
+
+@scenario
+def helper_whose_numbers_are_set():
+    def change(l, i): l.averages.kept.by,l.averages.kept.n = .1*i,50*i
+    return learner(cbs=[Averages(), within(change)])
+scenarios['helper_whose_numbers_are_set'].seen = lambda l: vars(l.averages.kept)
+
+@scenario(to=dict(steps_per_execution=4))
+def helper_of_several_steps():
+    class Looks(Train):
+        def before_fit(self): self.all = []
+        def after_batch(self): self.all.append((self.averages.kept.avg.clone(), self.averages.kept.n))
+    return learner(data=dls(n=8*8), cbs=[Averages(), Looks()])
+scenarios['helper_of_several_steps'].seen = lambda l: l.looks.all
+
 @scenario
 def averaged_model_of_torch():
     class SWA(Train):

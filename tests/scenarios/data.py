@@ -79,7 +79,7 @@ def normalize_with_other_statistics():
     def change(l, i): l.dls.train.after_batch.fs[0].mean = l.dls.train.after_batch.fs[0].mean*0+.1*i
     return conv(n, cbs=within(change))
 
-@scenario(cpu=False)
+@scenario
 def mixup(): return learner(loss_func=CrossEntropyLossFlat(), cbs=MixUp(.4))
 class SiameseNet(nn.Module):
     def __init__(self):

@@ -118,6 +118,14 @@ def time_of_day():
     return learner(cbs=Slow())
 
 @scenario
+def average_that_is_0_first():
+    class Avg(Train):
+        def before_fit(self): self.avg = 0.
+        def after_loss(self): self.avg = self.avg*.9 + self.loss.detach()*.1
+    return learner(cbs=Avg())
+scenarios['average_that_is_0_first'].seen = lambda l: l.avg.avg
+
+@scenario
 def simple_namespace_on_a_callback():
     class NS(Train):
         def before_fit(self): self.s = SimpleNamespace(avg=0., n=0)
