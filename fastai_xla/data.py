@@ -118,6 +118,23 @@ def _of_python(o):
     library = type(o).__module__.split('.')[0] in sys.stdlib_module_names and not isinstance(o, SimpleNamespace)
     return isinstance(o, (type, torch.Tensor, nn.Module)) or library and type(o).__module__ != '__main__'
 
+_reading = '__getitem__ __getitems__ __iter__ __next__ __call__ encodes before_call'.split()
+
+@cache
+def _kept(cls):
+    "Names of attributes that a class sets as it makes items: caches, counters, what is open"
+    todo,seen,res = [*_reading],set(),set()
+    while todo:
+        n = todo.pop()
+        code = getattr(getattr(cls, n, None), '__code__', None)
+        if n in seen or code is None: continue
+        seen.add(n)
+        res |= {i.argval for i in dis.get_instructions(code) if i.opname == 'STORE_ATTR'}
+        todo += code.co_names
+    return res
+
+
+# %% ../nbs/api/06_data.ipynb #5bf0a1c9
 class _Settings:
     "Attributes that the items of `dl` may depend on; without a look at the items, which may draw"
     def __init__(self, dl):
@@ -127,9 +144,9 @@ class _Settings:
             o,depth = todo.pop()
             if type(o) in (list, tuple, L): todo += [(v, depth+1) for v in o[:10] if depth < 4]
             elif not _of_python(o) and isinstance(d := getattr(o, '__dict__', None), dict):
-                found[id(d)] = d
+                found[id(d)] = d,_kept(type(o))
                 todo += [(v, depth+1) for v in d.values() if depth < 4 and id(getattr(v, '__dict__', 0)) not in found]
-        self.dicts = list(found.values())
+        self.dicts,self.kept = (zip(*found.values()) if found else ((), ()))
         self.was = self.now()
 
     def now(self): # Name -> value, or which object it is
@@ -139,11 +156,12 @@ class _Settings:
     def hold(self) -> bool: # Are they as they were at the start of the pass?
         now = self.now()
         if now == self.was: return True
-        if not self.told:
-            name = first(k for a,b in zip(self.was, now) for k in a | b if a.get(k, self) != b.get(k, self))
+        names = {k: k in own for a,b,own in zip(self.was, now, self.kept) for k in a | b if a.get(k, self) != b.get(k, self)}
+        # what reading changes itself it has changed in its order: nothing was early
+        if not self.told and (name := first(k for k,own in names.items() if not own)):
             warnings.warn(f"`{name}`, which the items of a DataLoader may depend on, has been changed while batches were read ahead: "
                           f"up to {ahead} batches were made with its earlier value. This DataLoader is no longer read ahead.")
-            _changed.add(self.dl)
+        _changed.add(self.dl)
         self.told = True
         return False
 
@@ -230,8 +248,9 @@ def feed(
     if not feedable(dl):
         for b in dl: yield RawBatch(b, noop)
         return
+    it = (_raw_batch(dl, b) for b in _start(dl))   # the pass has started, which tells the transforms their `split_idx`
     settings = _Settings(dl)
-    it,may = _first(dl, (_raw_batch(dl, b) for b in _start(dl)), settings)
+    it,may = _first(dl, it, settings)
     groups = _groups(dl, it, group if may else 1)
     yield from next(groups, ())   # the first ones without a thread: `one_batch` and the like want no more
     if may and ahead: yield from _read_ahead(groups, settings.hold if dl.fake_l.num_workers == 0 else lambda: True)

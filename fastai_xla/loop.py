@@ -9,7 +9,7 @@ __all__ = []
 
 # %% ../nbs/api/06c_loop.ipynb #6d6b2001
 from contextlib import nullcontext
-from functools import cache
+from functools import cache, partial
 from types import FunctionType
 
 from fastcore.all import *
@@ -41,6 +41,21 @@ def _uncounted(learn):
     dl = getattr(learn.dls, 'train', None)
     return isinstance(dl, TfmdDL) and len(dl.after_batch.fs) > 0 and not hasattr(dl.dataset, 'n_inp') and not hasattr(dl, '_n_inp')
 
+_of_batch = {*'_split _with_events _do_one_batch'.split()}
+_of_batches = _of_batch | {*'iter dls device to_device _set_device CancelBatchException'.split()}
+
+def _as_fastais(f):
+    "Is `f` fastai's `one_batch`, by its names and constants?"
+    code = getattr(f, '__code__', None)
+    plain = code and all(isinstance(c, (str, tuple, type(None))) for c in code.co_consts)
+    return bool(plain) and _of_batch <= {*code.co_names} <= _of_batches
+
+def _replaced():
+    "The `one_batch` that a package or a user has put in the place of fastai's, before ours or after, where it does something else"
+    f = Learner.one_batch
+    f = Learner._orig_one_batch if f is _one_batch else f
+    return None if _as_fastais(f) else f
+
 @patch
 def all_batches(self:Learner):
     "Train or evaluate `self.model` on all the batches of `self.dl`"
@@ -48,10 +63,12 @@ def all_batches(self:Learner):
     r,self.n_iter,i = _replay(self),len(self.dl),0
     r.looping = True
     r.passes += self.xla_opt.fitting   # a prediction is not audited each time
+    other = _replaced()
+    one = partial(_by, other) if other else _one_batch
     try:
         for raws in in_groups(feed(self.dl, r.n_steps), r.n_steps):
-            if len(raws) == 1 or len(raws) < r.n_steps or _uncounted(self) or not r.several(i, raws):
-                for j,b in enumerate(raws): self.one_batch(i+j, b)
+            if other or len(raws) == 1 or len(raws) < r.n_steps or _uncounted(self) or not r.several(i, raws):
+                for j,b in enumerate(raws): one(self, i+j, b)
             i += len(raws)
     finally: r.looping = r.quiet = False
 
@@ -62,7 +79,8 @@ def one_batch(self:Learner, i, b):
     r = _replay(self)
     if r is None: return self._orig_one_batch(i, b)
     self.iter,self.replayed = i,None
-    r.begin()
+    if not r.begun: r.begin()
+    r.begun = False
     folds = isinstance(b, RawBatch) and r.folds() and not _uncounted(self)
     r.raws,r.later = [b] if folds else None,[]
     b = b.raw if folds else b.batch() if isinstance(b, RawBatch) else self._set_device(b)
@@ -70,6 +88,17 @@ def one_batch(self:Learner, i, b):
         self._split(b)
         self._with_events(self._do_one_batch, 'batch', CancelBatchException)
     finally: r.open,r.raws,self.replayed = False,None,None   # what is done by hand is fastai's
+
+_one_batch = Learner.one_batch
+
+def _by(f, learn, i, b):
+    "A batch by a `one_batch` that is not ours, which is given what fastai gives it"
+    r = _replay(learn)
+    learn.replayed = None
+    r.begin()
+    r.raws,r.later,r.quiet,r.begun = None,[],False,True   # `f` may change anything
+    try: f(learn, i, b.batch())
+    finally: r.open,r.begun,learn.replayed = False,False,None
 
 @patch
 def _do_one_batch(self:Learner):

@@ -41,6 +41,7 @@ class Replay(Recordings):
         self.plain = Counter()   # why batches were retraced -> batches of this fit
         self.beside = Counter()   # what ran beside the step -> batches of this fit
         self.open = False   # within a batch of `one_batch`, and not one that the user has taken apart
+        self.begun = False   # has a `one_batch` in the place of ours begun the batch? It may call ours
         self.looping = False   # in fastai's loop, where nobody's code runs between two batches but callbacks'
         self.shared = False   # does somebody hold an alias of a parameter?
         self.moved = False   # has the batch drawn before its step, or is the random state not yet where it leaves it?

@@ -517,3 +517,34 @@ def test_settings_are_found_without_a_look_at_the_items():
         state = random.getstate()
         random.seed(0)
         assert random.getstate() == state
+
+def tiny_images(path, n=20):
+    for i in range(n): PILImage.create((np.random.rand(8+i%3, 8, 3)*255).astype('uint8')).save(path/f'{"ab"[i%2]}_{i}.png')
+    return path
+
+def test_validation_of_stock_images_is_read_ahead_without_a_warning(tmp_path):
+    "A pass tells the transforms their `split_idx` as it starts, which is no change of the training's"
+    block = DataBlock((ImageBlock, CategoryBlock), get_items=get_image_files, get_y=lambda f: f.name[0], splitter=IndexSplitter(range(12)),
+                      item_tfms=Resize(8))
+    dls = block.dataloaders(tiny_images(tmp_path), bs=2, num_workers=0, device=device())
+    with warnings.catch_warnings():
+        warnings.filterwarnings('error', '.*read ahead')
+        for _ in range(2): list(dls.valid)
+    assert dls.valid not in data._changed
+
+class Hits(Scaled):
+    "Counts what it finds in its cache; the first batches are not there"
+    def __init__(self):
+        super().__init__()
+        self.cache,self.hits = {9: 1., 20: 1.},0
+    def __getitem__(self, i): return self.get(i)
+    def get(self, i):
+        if i in self.cache: self.hits += 1
+        return super().__getitem__(i)
+
+def test_what_a_dataset_counts_itself_is_no_change_of_the_trainings():
+    dl = DataLoader(Hits(), bs=4, device=device(), num_workers=0)
+    with warnings.catch_warnings():
+        warnings.filterwarnings('error', '.*read ahead')
+        for _ in range(2): list(dl)
+    assert dl.dataset.hits == 4 and dl in data._changed   # read in turn from now on

@@ -337,3 +337,44 @@ def test_items_on_the_device_are_not_read_by_workers():
     "They would wait for ever"
     res = subprocess.run([sys.executable, '-c', workers], capture_output=True, text=True, timeout=300)
     assert res.stdout.split() == ['4', 'True']*2, res.stderr
+
+# A `one_batch` in the place of the Learner's
+
+def as_a_package_has_it(self, i, b):
+    self.iter = i
+    b_on_device = to_device(b, device=self.dls.device) if self.dls.device is not None else b
+    self._split(b_on_device)
+    self._with_events(self._do_one_batch, 'batch', CancelBatchException)
+
+def halves_the_batch(self, i, b):
+    self.iter = i
+    self._split((b[0]*.5, b[1]))
+    self._with_events(self._do_one_batch, 'batch', CancelBatchException)
+
+def steps_twice(self, i, b):
+    self.iter = i
+    for _ in range(2):
+        self._split(b)
+        self._with_events(self._do_one_batch, 'batch', CancelBatchException)
+
+def wraps(one_batch):
+    def f(self, i, b):
+        xb,yb = b
+        return one_batch(self, i, (xb*.5, yb))
+    return f
+
+@pytest.mark.parametrize('name', ['one_batch', '_orig_one_batch'])   # put there after this package is imported, and before
+@pytest.mark.parametrize('f', [as_a_package_has_it, halves_the_batch, steps_twice, wraps])
+def test_learner_class_has_another_one_batch(monkeypatch, f, name):
+    if f is wraps: f = wraps(getattr(Learner, name))
+    class Shifts(Transform):
+        def encodes(self, x:TensorImage): return x+.1
+    def make():
+        data = image_dls(n=5*8, n_valid=2*8, bs=8, shuffle=False)
+        for dl in data: dl.after_batch.add(Shifts())
+        return Learner(data, mlp(), loss_func=CrossEntropyLossFlat(), metrics=accuracy, opt_func=SGD)
+    monkeypatch.setattr(Learner, name, f)
+    if name == 'one_batch': there = compare(make, fits)
+    else: there = compare(make, fits, replays=('auto',))
+    if f is not steps_twice: assert not plain(there)
+    if f is as_a_package_has_it: assert there.xla_report().per_batch('training')['executions'] == 1
