@@ -69,15 +69,17 @@ class Draws:
         self.sent += (res := send_batch(new, device, split=False))
         return res
 
-    def made_by(self,
-        fs:list, # Functions of another trace
-    ) -> bool:
-        "Would they have drawn the same?"
-        was = host_rng()
-        set_host_rng(self.start)
-        try: made = [t for f in fs for t in f()]
-        finally: set_host_rng(was)
-        return len(made) == len(self.made) and all(a.dtype == b.dtype and torch.equal(a, b) for a,b in zip(made, self.made))
+# %% ../nbs/api/00d_draws.ipynb #00d00013
+@patch
+def made_by(self:Draws,
+    fs:list, # Functions of another trace
+) -> bool:
+    "Would they have drawn the same?"
+    was = host_rng()
+    set_host_rng(self.start)
+    try: made = [t for f in fs for t in f()]
+    finally: set_host_rng(was)
+    return len(made) == len(self.made) and all(a.dtype == b.dtype and torch.equal(a, b) for a,b in zip(made, self.made))
 
 # %% ../nbs/api/00d_draws.ipynb #00d00011
 class BatchRandom:
