@@ -121,7 +121,8 @@ def _metrics(self:LearnerStep):
     "The recorder's metrics: those that are sums, and others"
     rec = getattr(self.learn, 'recorder', None)
     if rec is None or rec not in self.learn.cbs or not len(self.learn.yb): return [],[]
-    mets = rec._train_mets if self.learn.training else rec._valid_mets
+    # a package's own recorder has them elsewhere, and computes them after the step
+    mets = getattr(rec, '_train_mets' if self.learn.training else '_valid_mets', [])
     # ahead of the recorder, which then does not hear of the batch
     late = self.late or any(cb.order < rec.order for cb in self.acting('cuts a batch short', _cuts))
     sums = [m for m in mets if any(type(m).accumulate is c.accumulate for c in _sums) and m not in on_host and not late]

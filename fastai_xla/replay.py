@@ -148,6 +148,8 @@ def _run(self:Replay, rec, inputs):
     if rec.settled: self.beside["what has changed the model or its optimizer since the step before"] += 1
     for m in self.others:
         if m in on_host: self.beside[f"the metric {m.name}, with numpy on the host, for which predictions are fetched"] += 1
+    if getattr(learn, 'recorder', None) and not hasattr(learn.recorder, '_train_mets'):
+        self.beside["the metrics of a Recorder whose methods another package has replaced, which are computed after the step"] += 1
     self.advance()
     if not self.later and self.user_callbacks():   # numbers that they draw go on from those of the step
         manual_seed(after_draws(rng, rec.n_draws))

@@ -378,3 +378,32 @@ def test_learner_class_has_another_one_batch(monkeypatch, f, name):
     else: there = compare(make, fits, replays=('auto',))
     if f is not steps_twice: assert not plain(there)
     if f is as_a_package_has_it: assert there.xla_report().per_batch('training')['executions'] == 1
+
+# A recorder whose methods a package has put in the place of fastai's
+
+def own_recorder(monkeypatch, prefix):
+    "Metrics are kept under another name"
+    def before_fit(self):
+        for k in ('lrs', 'iters', 'losses', 'values'): setattr(self, k, [])
+        self.held,self.metric_names = L(AvgMetric(m) if callable(m) else m for m in self.learn.metrics),L('epoch', 'held', 'time')
+        self.smooth_loss.reset()
+    def after_batch(self):
+        for m in self.held: m.accumulate(self.learn)
+        if not self.training: return
+        self.lrs.append(self.opt.hypers[-1]['lr'])
+        self.smooth_loss.accumulate(self.learn)
+        self.losses.append(self.smooth_loss.value)
+    for k in ('_train_mets', '_valid_mets'): monkeypatch.delattr(Recorder, k)
+    def reset(self): self.held.map(Self.reset())
+    def log(self): self.log += L(float(m.value) for m in self.held)
+    def after_epoch(self): self.values.append(self.log[1:].copy())
+    for k,f in dict(before_fit=before_fit, after_batch=after_batch, before_train=reset, before_validate=reset, after_train=log,
+                    after_validate=log, after_epoch=after_epoch).items():
+        monkeypatch.setattr(Recorder, prefix*hasattr(Recorder, f'_orig_{k}')+k, f)
+
+@pytest.mark.parametrize('prefix', ['', '_orig_'])   # put there after this package is imported, and before
+def test_recorder_keeps_its_metrics_elsewhere(monkeypatch, prefix):
+    own_recorder(monkeypatch, prefix)
+    learn = compare(lambda: learner(opt_func=SGD), fits)
+    assert not plain(learn)
+    assert [n for why,n in learn.xla_report().beside.items() if 'Recorder' in why] == [2*(5+2)]
