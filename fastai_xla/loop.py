@@ -41,6 +41,7 @@ def _uncounted(learn):
     dl = getattr(learn.dls, 'train', None)
     return isinstance(dl, TfmdDL) and len(dl.after_batch.fs) > 0 and not hasattr(dl.dataset, 'n_inp') and not hasattr(dl, '_n_inp')
 
+# %% ../nbs/api/06c_loop.ipynb #acbdef6a
 _of_batch = {*'_split _with_events _do_one_batch'.split()}
 _of_batches = _of_batch | {*'iter dls device to_device _set_device CancelBatchException'.split()}
 
@@ -56,6 +57,7 @@ def _replaced():
     f = Learner._orig_one_batch if f is _one_batch else f
     return None if _as_fastais(f) else f
 
+# %% ../nbs/api/06c_loop.ipynb #acbdef6b
 @patch
 def all_batches(self:Learner):
     "Train or evaluate `self.model` on all the batches of `self.dl`"
