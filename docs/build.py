@@ -92,6 +92,12 @@ _tags = {('echo','false'): 'remove-input', ('output','false'): 'remove-output', 
 def markdown(source:str) -> dict: # A markdown cell
     return dict(cell_type='markdown', metadata={}, source=source)
 
+def width(
+    outs:list, # Outputs of a cell
+) -> dict: # Width at which its first figure was drawn: notebooks keep figures with twice as many pixels
+    pngs = [base64.b64decode(o.data['image/png']) for o in outs if 'image/png' in o.get('data', {})]
+    return dict(width=f"{int.from_bytes(pngs[0][16:20], 'big')//2}px") if pngs else {}
+
 def code(
     c, # A code cell
     d:dict, # Its directives
@@ -99,7 +105,7 @@ def code(
 ) -> dict: # A code cell for myst-nb
     "Turn directives into tags and metadata, and tidy the outputs"
     show = dict(figure=dict(caption=d['fig-cap'])) if 'fig-cap' in d else {}
-    if 'fig-alt' in d: show['image'] = dict(alt=d['fig-alt'])
+    if 'fig-alt' in d: show['image'] = dict(alt=d['fig-alt']) | width(c.outputs)
     tags = [t for (k,v),t in _tags.items() if d.get(k) == v]
     metadata = dict(tags=tags, mystnb=show)
     return dict(cell_type='code', metadata=metadata, source=c.source, outputs=final(c.outputs, url), execution_count=None)

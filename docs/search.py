@@ -18,7 +18,9 @@ def load_index(
 def bonus(
     doc:str, # Name of a page
 ) -> int: # What `scorer.js` adds
-    if doc in ('tutorials/speed', 'api/coverage'): return 13
+    if doc == 'tutorials/speed': return 13
+    if doc == 'api/coverage': return 11
+    if doc == 'api/learner': return 4
     if doc == 'start' or doc.startswith('howto/'): return 12
     if doc.startswith(('tutorials/', 'explanations/')): return 8
     return 0 if re.match('api/|internals|changelog', doc) else 4

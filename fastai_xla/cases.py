@@ -196,7 +196,7 @@ def _torch(opt, **kwargs): return partial(OptimWrapper, opt=opt, **kwargs)
 
 # %% ../nbs/api/13b_cases.ipynb #51a1ae64
 groups = {}
-_beside = {n: (1, 0) for n in ('GAN', 'aug_min_scale', 'crop_gpu', 'erasing', 'mixup', 'cutmix')} | dict(aug_batch=(1, 1))
+_beside = {'GAN': (1, 0)}
 
 def _cases(group, *args):
     groups[group] = [Case(*a[:2], beside=_beside.get(a[0], (0, 0)), **(a[2] if len(a) > 2 else {})) for a in args]

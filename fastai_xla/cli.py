@@ -49,6 +49,8 @@ def digits_model() -> nn.Module: # Of 3 convolutions; takes (n, 1, 8, 8), return
         nn.Linear(128, 10))
 
 # %% ../nbs/api/13_cli.ipynb #d1576fa8
+def _count(n, what): return f"{n} {what}{'s'*(n != 1)}"
+
 @call_parse
 def demo(
     epochs:int=12, # Epochs to train
@@ -61,7 +63,7 @@ def demo(
         learn = Learner(digits_dls(path, bs), digits_model(), loss_func=CrossEntropyLossFlat(), metrics=accuracy, path=path)
         learn.to_xla(devices=devices or None)
         several = f' ({n_shards()} devices)' if n_shards() > 1 else ''
-        print(f'Training on {learn.xla_opt.device}{several} for {epochs} epochs of {len(learn.dls.train)} steps')
+        print(f"Training on {learn.xla_opt.device}{several}: {_count(epochs, 'epoch')} of {_count(len(learn.dls.train), 'step')}")
         learn.fit_one_cycle(epochs, 5e-3)
         print(f'\nAccuracy on {len(learn.dls.valid_ds)} digits not seen in training: {learn.recorder.values[-1][-1]:.4f}\n')
         print(learn.xla_report())

@@ -20,7 +20,8 @@ def _of_torch_xla(record): return f'{os.sep}torch_xla{os.sep}' in record.pathnam
 
 def quiet():
     "Let torch_xla log nothing below an error, in this process"
-    os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')
+    # 1 is what torch_xla sets, which may have been imported before, or by the process that has begun this one
+    if os.environ.get('TF_CPP_MIN_LOG_LEVEL', '1') == '1': os.environ['TF_CPP_MIN_LOG_LEVEL'] = '2'
     warnings.filterwarnings('ignore', module='torch_xla')
     logging.getLogger().addFilter(lambda r: r.levelno >= logging.ERROR or not _of_torch_xla(r))
 

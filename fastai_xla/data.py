@@ -15,9 +15,12 @@ from contextlib import suppress
 from contextvars import copy_context
 from functools import cache
 from itertools import chain, islice
+from types import SimpleNamespace
+from weakref import WeakSet
 
 import numpy as np
 import torch
+from torch import nn
 from torch.utils.data import TensorDataset
 from fastcore.all import *
 from fastai.data.core import TfmdDL
@@ -26,6 +29,7 @@ from fastai.torch_core import TensorBase, apply, to_device
 
 from .runtime import *
 from .transfer import *
+from .draws import python_lock
 
 # %% ../nbs/api/06_data.ipynb #0aa407d9
 def _tensors(o):
@@ -89,15 +93,20 @@ def _groups(dl, it, n):
 # %% ../nbs/api/06_data.ipynb #729bd027
 ahead = 2 # Groups of batches (by default a group is one batch) that are read ahead, in a thread; 0 for none
 
-def _read_ahead(groups):
-    "The `RawBatch`es of `groups`, which run in a thread"
+def _read_ahead(groups, may=lambda: True):
+    "The `RawBatch`es of `groups`, which run in a thread as long as they `may`"
     pool,ctx,wait = futures.ThreadPoolExecutor(1, 'fastai_xla feed', torch.set_grad_enabled, (torch.is_grad_enabled(),)),copy_context(),True
     ends,quiet = sys.is_finalizing,suppress   # names of the module are gone at the end
-    def more(): return pool.submit(ctx.run, next, groups, None)
+    def read():
+        held = python_lock.acquire(timeout=60)   # not for ever: what is traced may read a DataLoader itself
+        try: return next(groups, None)
+        finally:
+            if held: python_lock.release()
+    def more(): return pool.submit(ctx.run, read)
     try:
         todo = deque(more() for _ in range(ahead))
-        while raws := todo.popleft().result():
-            todo.append(more())
+        while todo and (raws := todo.popleft().result()):
+            if may(): todo.append(more())
             yield from raws
     except KeyboardInterrupt:
         wait = False   # the dataset may never answer
@@ -106,6 +115,63 @@ def _read_ahead(groups):
         # in the thread itself, where the garbage collector may run, there is nothing to wait for; nor where the process ends
         with quiet(RuntimeError):
             if not ends(): pool.shutdown(wait, cancel_futures=True)
+
+# %% ../nbs/api/06_data.ipynb #5bf0a1c8
+_numbers = int, float, bool, str, bytes, type(None), np.generic
+
+def _of_python(o):
+    "Locks, files and the like, which keep a state of their own"
+    library = type(o).__module__.split('.')[0] in sys.stdlib_module_names and not isinstance(o, SimpleNamespace)
+    return isinstance(o, (type, torch.Tensor, nn.Module)) or library and type(o).__module__ != '__main__'
+
+_reading = '__getitem__ __getitems__ __iter__ __next__ __call__ encodes before_call'.split()
+
+@cache
+def _kept(cls):
+    "Names of attributes that a class sets as it makes items: caches, counters, what is open"
+    todo,seen,res = [*_reading],set(),set()
+    while todo:
+        n = todo.pop()
+        code = getattr(getattr(cls, n, None), '__code__', None)
+        if n in seen or code is None: continue
+        seen.add(n)
+        res |= {i.argval for i in dis.get_instructions(code) if i.opname == 'STORE_ATTR'}
+        todo += code.co_names
+    return res
+
+
+# %% ../nbs/api/06_data.ipynb #5bf0a1c9
+class _Settings:
+    "Attributes that the items of `dl` may depend on; without a look at the items, which may draw"
+    def __init__(self, dl):
+        self.dl,self.told,found = dl,False,{}
+        todo = [(o, 0) for o in (dl.dataset, dl.after_item, dl.before_batch)]
+        while todo and len(found) < 100:
+            o,depth = todo.pop()
+            if type(o) in (list, tuple, L): todo += [(v, depth+1) for v in o[:10] if depth < 4]
+            elif not _of_python(o) and isinstance(d := getattr(o, '__dict__', None), dict):
+                found[id(d)] = d,_kept(type(o))
+                todo += [(v, depth+1) for v in d.values() if depth < 4 and id(getattr(v, '__dict__', 0)) not in found]
+        self.dicts,self.kept = (zip(*found.values()) if found else ((), ()))
+        self.was = self.now()
+
+    def now(self): # Name -> value, or which object it is
+        def plain(v): return v if isinstance(v, _numbers) else id(v)
+        return [{k: plain(v) for k,v in list(d.items()) if isinstance(v, (*_numbers, torch.Tensor, np.ndarray))} for d in self.dicts]
+
+    def hold(self) -> bool: # Are they as they were at the start of the pass?
+        now = self.now()
+        if now == self.was: return True
+        names = {k: k in own for a,b,own in zip(self.was, now, self.kept) for k in a | b if a.get(k, self) != b.get(k, self)}
+        # what reading changes itself it has changed in its order: nothing was early
+        if not self.told and (name := first(k for k,own in names.items() if not own)):
+            warnings.warn(f"`{name}`, which the items of a DataLoader may depend on, has been changed while batches were read ahead: "
+                          f"up to {ahead} batches were made with its earlier value. This DataLoader is no longer read ahead.")
+        _changed.add(self.dl)
+        self.told = True
+        return False
+
+_changed = WeakSet()
 
 # %% ../nbs/api/06_data.ipynb #39bd124d
 _by_item = 'create_item do_item create_batch do_batch create_batches chunkify sample retain'.split()
@@ -128,7 +194,7 @@ def _holds_xla(o, depth=0):
     "Are there XLA tensors among a dataset's first items or its attributes?"
     if isinstance(o, torch.Tensor): return is_xla(o)
     if isinstance(o, dict): o = list(o.values())
-    if isinstance(o, (list, tuple, L)): return any(_holds_xla(v, depth+1) for v in o[:2])
+    if type(o) in (list, tuple, L): return any(_holds_xla(v, depth+1) for v in o[:2])
     return depth < 4 and hasattr(o, '__getitem__') and any(_holds_xla(v, depth+1) for v in getattr(o, '__dict__', {}).values())
 
 def _stay_in_process(dl):
@@ -161,13 +227,14 @@ def _tells(dl):
     methods = [f for d in (*map(vars, classes), vars(dl)) for n,f in d.items() if n not in _once]
     return any(_stores(f.__code__) for f in methods if hasattr(f, '__code__'))
 
-def _first(dl, it):
+def _first(dl, it, settings):
     "`it`, and whether it may be read ahead"
-    states,before = _rng_states(),xla_counts()
+    states,before,was = _rng_states(),xla_counts(),settings.now()
     raws = list(islice(it, 1))
     c = xla_counts()-before
     on_device = any(has_xla(b.raw) for b in raws) or c.executions or c.to_host or c.to_device
-    may = dl.fake_l.num_workers > 0 or (dl.indexed and not on_device and not _tells(dl) and _rng_states() == states)
+    settled = dl not in _changed and settings.now() == was and _rng_states() == states
+    may = dl.fake_l.num_workers > 0 or (dl.indexed and not on_device and not _tells(dl) and settled)
     return chain(raws, it),may
 
 # %% ../nbs/api/06_data.ipynb #16fd8749
@@ -187,12 +254,13 @@ def feed(
     if not feedable(dl):
         for b in dl: yield RawBatch(b, noop)
         return
-    it,may = _first(dl, (_raw_batch(dl, b) for b in _start(dl)))
+    it = (_raw_batch(dl, b) for b in _start(dl))   # the pass has started, which tells the transforms their `split_idx`
+    settings = _Settings(dl)
+    it,may = _first(dl, it, settings)
     groups = _groups(dl, it, group if may else 1)
     yield from next(groups, ())   # the first ones without a thread: `one_batch` and the like want no more
-    if may and ahead: yield from _read_ahead(groups)
-    else:
-        for raws in groups: yield from raws
+    if may and ahead: yield from _read_ahead(groups, settings.hold if dl.fake_l.num_workers == 0 else lambda: True)
+    for raws in groups: yield from raws
     dl.after_iter()
     if hasattr(dl, 'it'): del dl.it
 

@@ -74,7 +74,7 @@ def _libtpu_findings():
 _distributed = ("fastai takes this process for one of several and waits for the others: metrics fail with "
                 "'Default process group has not been initialized'")
 _float32 = "torch_xla makes every float32 tensor bfloat16, weights and losses included; mixed precision is `learn.to_bf16()`"
-_slow = "torch_xla writes down what it does, which slows every step"
+_slow = "torch_xla logs what it does, which slows every step"
 _fewer = "the process sees this part of the TPU only"
 _process = "the TPU's client waits for other processes"
 
@@ -84,7 +84,7 @@ _changes = dict(
     XLA_USE_32BIT_LONG="torch_xla makes every int64 tensor int32",
     XLA_FLAGS="options of XLA's compiler, for every program",
     LIBTPU_INIT_ARGS="options of the TPU's compiler and runtime",
-    XLA_USE_SPMD="all devices appear as one", XLA_AUTO_SPMD="XLA cuts tensors over the devices as it likes",
+    XLA_USE_SPMD="all devices appear as one", XLA_AUTO_SPMD="XLA decides how tensors are split over the devices",
     XLA_USE_EAGER_DEBUG_MODE="every operation is compiled and run alone",
     XLA_DISABLE_FUNCTIONALIZATION="views of a tensor no longer see what is written to it",
     XLA_PERSISTENT_CACHE_PATH="compiled programs are read from this folder",
@@ -103,6 +103,7 @@ def _value(name):
     "What the variable is set to; nothing where that changes nothing"
     v = os.environ.get(name, '').replace(_own_flag, '').strip()
     if 'torch_xla' in sys.modules and name in _set_by_import: return ''
+    if name == 'XLA_USE_SPMD' and 'fastai_xla.mesh' in sys.modules and sys.modules['fastai_xla.mesh'].mesh(): return ''
     return '' if v in _harmless.get(name, ('', '0')) else v
 
 def _unset(name): return f"unset {name}    # in a notebook, before the first import: import os; del os.environ['{name}']"
@@ -158,9 +159,11 @@ def _fitted(learn):
     with learn.no_bar(), learn.no_logging(): learn.fit(4)
     return [p.item() for p in learn.model.parameters()]
 
-def probe() -> dict: # What happened: `kind` of device, `n` devices, those that `trained`, what was `said`, and the `error` where one came
+def _outcome(**kwargs): return dict(kind=None, n=0, used=0, trained={}, said=[], error=None) | kwargs
+
+def probe() -> dict: # `kind` of device, `n` of them, how many a learner has `used`, which `trained`, what was `said`, the `error` if any
     "Train a small learner on each XLA device of this process"
-    res = dict(kind=None, n=0, trained=[], said=[], error=None)
+    res = _outcome()
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter('always')
         try: _probe(res)
@@ -169,19 +172,25 @@ def probe() -> dict: # What happened: `kind` of device, `n` devices, those that 
     return res
 
 def _probe(res):
-    from fastai.basics import no_random
     from fastai_xla.runtime import device, torch_xla, xm
+    kind = xm.xla_device_hw(device())
+    from fastai.basics import no_random
+    from fastai_xla.mesh import n_devices, n_shards
     import fastai_xla.learner
-    first = device()
-    res.update(kind=xm.xla_device_hw(first), n=len(torch_xla.devices()))
+    res.update(kind=kind, n=n_devices(), used=n_shards())
+    names = [f'all {n_shards()} devices'] if n_shards() > 1 else [f'xla:{i}' for i in range(len(torch_xla.devices()))]
     with no_random():
         expected = _fitted(_line_learner())
-        for i in range(res['n']):
-            got = _fitted(_line_learner().to_xla(i, replay='auto' if i == 0 else False))
-            if all(abs(a-b) < .05 for a,b in zip(got, expected)): res['trained'].append(i)
+        for i,name in enumerate(names):
+            got = _fitted(_line_learner().to_xla(i))
+            res['trained'][name] = all(abs(a-b) < .05 for a,b in zip(got, expected))
+
 
 # %% ../nbs/api/13c_doctor.ipynb #846b6f95
 _issues = "open an issue with what `fastai_xla_doctor --report` prints"
+_no_answer = "No answer within {:g} seconds. {}"
+_held = ("Does another process hold the TPU?", "sudo lsof -w /dev/accel* /dev/vfio/*")
+_busy = ("Is this machine busy?", "fastai_xla_doctor --limit 900")
 
 def _last(text, n=5): return '\n'.join(o for o in text.strip().splitlines()[-n:])
 
@@ -190,27 +199,26 @@ def probe_apart(
 ) -> dict: # As `probe` gives
     "`probe` in a process of its own"
     code = "import json; from fastai_xla.doctor import probe; print(json.dumps(probe()))"
-    res = dict(kind=None, n=0, trained=[], said=[], error=None)
     try: p = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, timeout=limit)
-    except subprocess.TimeoutExpired: return res | dict(error=f"No answer within {limit:g} seconds. Does another process hold the TPU?",
-                                                        cure="sudo lsof -w /dev/accel* /dev/vfio/*")
+    except subprocess.TimeoutExpired:
+        why,cure = _held if tpu_chips() else _busy
+        return _outcome(error=_no_answer.format(limit, why), cure=cure)
     if p.returncode == 0: return json.loads(p.stdout.splitlines()[-1])
     how = signal.Signals(-p.returncode).name if p.returncode < 0 else p.returncode
-    return res | dict(error=f"Python ended with {how} as it started the device or trained:\n{_last(p.stderr)}", cure=_issues)
+    return _outcome(error=f"Python ended with {how} as it started the device or trained:\n{_last(p.stderr)}", cure=_issues)
 
 # %% ../nbs/api/13c_doctor.ipynb #e3ed2cfc
 _restart = "restart Python, with `from fastai_xla.all import *` in the first cell"
 _choose = "in Colab: Runtime > Change runtime type; on Kaggle: Settings > Accelerator"
-_several = "1 of {} devices is used unless `to_xla(devices='all')`"
+_several = "{} of {} devices is used unless `to_xla(devices='all')`"
 
 def _training_findings(res):
     if res['error']: return [_fault(res['error'], res.get('cure', ''))]
-    found,n,kind = [_mind(o, _restart) for o in res['said']],res['n'],res['kind']
-    names = [f'xla:{i}' for i in range(n)]
-    wrong = [names[i] for i in range(n) if i not in res['trained']]
+    found,kind,n,used = [_mind(o, _restart) for o in res['said']],*(res[o] for o in ('kind', 'n', 'used'))
+    wrong = [name for name,ok in res['trained'].items() if not ok]
     if wrong: found.append(_fault(f"On {', '.join(wrong)} ({kind}) a small learner gets other weights than on the CPU", _issues))
-    else: found.append(_ok(f"A small learner trains on {', '.join(names)} ({kind}) as on the CPU"))
-    if n > 1: found.append(_mind(_several.format(n), "learn.to_xla(devices='all')"))
+    else: found.append(_ok(f"A small learner trains on {', '.join(res['trained'])} ({kind}) as on the CPU"))
+    if n > used: found.append(_mind(_several.format(used, n), "learn.to_xla(devices='all')"))
     if kind == 'CPU' and not tpu_chips(): found.append(_mind("No TPU on this machine: XLA's CPU device takes its place", _choose))
     return found
 

@@ -1,4 +1,4 @@
-"""Seeing inside of a learner's step: why it is slow, which operators it is made of, what they cost, a picture
+"""A look inside a learner's step: why it is slow, which operators it consists of, what they cost, and its graph as a picture
 
 Docs: https://fastai-xla.github.io/fastai_xla/api/explain.html.md"""
 
@@ -181,7 +181,7 @@ def show_lowering_ops(self:Learner,
 
 # %% ../nbs/api/08a_explain.ipynb #7ee330ec
 class _Tracer(OpWatch):
-    "Write down the operators of a step under their part and module, and keep its programs"
+    "Record the operators of a step by part and module, and keep its programs"
     def __init__(self):
         super().__init__()
         self.cuts,self.made = [],[]

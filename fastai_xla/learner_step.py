@@ -18,6 +18,7 @@ from torch import nn
 from fastcore.all import *
 from fastai.callback.core import *
 from fastai.callback.fp16 import MixedPrecision
+from fastai.callback.mixup import CutMix, MixUp
 from fastai.callback.progress import ProgressCallback
 from fastai.callback.schedule import ParamScheduler
 from fastai.learner import Learner, Metric, AvgMetric, AvgLoss, AvgSmoothLoss, CastToTensor, Recorder
@@ -28,6 +29,7 @@ from .runtime import *
 from .graphs import *
 from .compat.core import kept_on_device
 from .compat.metrics import on_host
+from .compat.mixup import mixes
 from .capture.state import *
 from .capture.values import *
 from .capture.watch import *
@@ -46,12 +48,14 @@ def ordered(
 
 # %% ../nbs/api/06aa_learner_step.ipynb #af8d0b85
 # they change nothing around the step on which it depends
-_known = (TrainEvalCallback, Recorder, ProgressCallback, ParamScheduler, CastToTensor, MixedPrecision)
-def _may_change(cb): return _acts(cb, ('before_batch', 'after_batch')) and type(cb) not in _known and cb is not cb.learn.xla_opt
+_known = (TrainEvalCallback, Recorder, ProgressCallback, ParamScheduler, CastToTensor, MixedPrecision, MixUp, CutMix)
+def _may_change(cb):
+    known = type(cb) in _known or cb is cb.learn.xla_opt
+    return not known and _acts(cb, ('before_batch', 'after_batch'))
 
 _folds = (ParamScheduler, MixedPrecision, CastToTensor)   # their `before_batch` does not look at the batch, or is traced with it
 def _looks(cb):
-    return (_acts(cb, ('before_batch',)) and not isinstance(cb, _folds) and cb is not cb.learn.xla_opt
+    return (_acts(cb, ('before_batch',)) and not isinstance(cb, _folds) and not mixes(cb) and cb is not cb.learn.xla_opt
             and not (isinstance(cb, GatherPredsCallback) and not cb.with_input))
 
 def _is_user_callback(cb):
@@ -98,6 +102,7 @@ class LearnerStep:
         self.raws,self.later = None,[]   # batches as collated, if the step has their transforms; which are recorded as one
         self.cbs,self.acts = None,{}   # callbacks as they were, and who of them acts on what
         self.looked = None   # what was last looked at
+        self.helpers = []   # objects in attributes that a step has been seen to change
         self.late = False   # metrics after the step, since a callback changes what they are computed of?
         self.quiet = False   # in the loop, and no callback runs there that could change what the step depends on
 
@@ -116,7 +121,8 @@ def _metrics(self:LearnerStep):
     "The recorder's metrics: those that are sums, and others"
     rec = getattr(self.learn, 'recorder', None)
     if rec is None or rec not in self.learn.cbs or not len(self.learn.yb): return [],[]
-    mets = rec._train_mets if self.learn.training else rec._valid_mets
+    # a package's own recorder has them elsewhere, and computes them after the step
+    mets = getattr(rec, '_train_mets' if self.learn.training else '_valid_mets', [])
     # ahead of the recorder, which then does not hear of the batch
     late = self.late or any(cb.order < rec.order for cb in self.acting('cuts a batch short', _cuts))
     sums = [m for m in mets if any(type(m).accumulate is c.accumulate for c in _sums) and m not in on_host and not late]
@@ -184,7 +190,9 @@ def _look(self:LearnerStep, again=False):
     if now == self.looked and learn.iter and not again: return
     self.looked = now
     self.mixed = first(cb for cb in learn.cbs if isinstance(cb, MixedPrecision))
-    self.actors = self.acting('in the step', lambda cb: _acts(cb, in_step))
+    self.actors = self.acting('in the step', lambda cb: _acts(cb, in_step) or mixes(cb))
+    for cb in self.actors:   # attributes that come with the first batch would make of the second another kind
+        if mixes(cb) and learn.training and not hasattr(cb, 'lam') and len(learn.yb): cb.lam,cb.yb1 = learn.yb[0],tuple(learn.yb)
     self.mets,self.others = self._metrics()
     own = {id(o) for o in (*self.optimizers(), *self.mets)}
     held = [o for h in (*self.actors, *self.optimizers()) for o in held_state(h)]
@@ -225,11 +233,13 @@ def _places(self:LearnerStep):
              | {f'{type(cb).__name__}{i}': cb for i,cb in enumerate(self.actors)})
     loss = getattr(learn.loss_func, '__self__', learn.loss_func)   # a callback's own, as MixUp's
     if hasattr(loss, '__dict__') and not isinstance(loss, nn.Module): roots['loss_func'] = loss
-    hooks = [d for m in learn.model.modules() for d in (m._forward_hooks, m._forward_pre_hooks, m._backward_hooks, m._backward_pre_hooks)]
-    hooks += [d for p in learn.model.parameters() for d in (p._backward_hooks, p._post_accumulate_grad_hooks) if d]
+    ms,ps = ([o for m in self._modules() for o in of(m)] for of in (nn.Module.modules, nn.Module.parameters))
+    hooks = [d for m in ms for d in (m._forward_hooks, m._forward_pre_hooks, m._backward_hooks, m._backward_pre_hooks)]
+    hooks += [d for p in ps for d in (p._backward_hooks, p._post_accumulate_grad_hooks) if d]
     hooked = {id(h.__self__): h.__self__ for d in hooks for h in d.values() if hasattr(h, '__self__')}
     roots |= {f'{type(o).__name__}{i}': o for i,o in enumerate(hooked.values())}
     roots |= {f'after_batch.{type(f).__name__}': f for f in self._tfms() if hasattr(f, '__dict__')}
+    roots |= {f'{type(o).__name__}{i} in an attribute': o for i,o in enumerate(self._helpers())}
     held = {f'{type(o).__name__}{i} in a callback or optimizer': o for i,o in enumerate(self.stateful)}
     roots |= held | {f'{n}.opt': innermost(o) for n,o in held.items() if isinstance(o, (Lookahead, OptimWrapper))}
     roots |= {f'{n}.params': {'params': list(map(list, groups_of(innermost(o))))} for n,o in held.items() if not isinstance(o, Metric)}
@@ -248,9 +258,11 @@ def transform(self:LearnerStep,
     j:int=0, # Which of the batches that are recorded as one
 ):
     "The batch transforms, and what `before_batch` would have done after them"
-    with torch.autocast('xla', enabled=False): self.learn._split(self.raws[j].batch())
-    for cb in self.learn.cbs:
-        if isinstance(cb, CastToTensor): cb.before_batch()
+    with torch.autocast('xla', enabled=False):
+        self.learn._split(self.raws[j].batch())
+        for cb in self.acting('before_batch'):
+            if isinstance(cb, CastToTensor): cb.before_batch()
+            elif mixes(cb): cb('before_batch')
 
 # %% ../nbs/api/06aa_learner_step.ipynb #f79558c5
 def do_step(

@@ -9,14 +9,16 @@ __all__ = []
 
 # %% ../nbs/api/06c_loop.ipynb #6d6b2001
 from contextlib import nullcontext
-from functools import cache
+from functools import cache, partial
 from types import FunctionType
 
 from fastcore.all import *
 from fastai.callback.core import *
 from fastai.callback.fp16 import MixedPrecision
+from fastai.data.core import TfmdDL
 from fastai.learner import Learner, CastToTensor
 
+from .compat.mixup import mixes
 from .compat.optimizer import zeros_shown
 from .data import RawBatch, feed, feedable, in_groups
 from .capture.effects import is_library
@@ -35,18 +37,43 @@ def _replay(learn):
 def _own(learn):
     return all(getattr(type(learn), n) is getattr(Learner, n) and n not in learn.__dict__ for n in ('one_batch', '_do_one_batch'))
 
+def _uncounted(learn):
+    "Has fastai yet to count the inputs of a batch?"
+    dl = getattr(learn.dls, 'train', None)
+    return isinstance(dl, TfmdDL) and len(dl.after_batch.fs) > 0 and not hasattr(dl.dataset, 'n_inp') and not hasattr(dl, '_n_inp')
+
+# %% ../nbs/api/06c_loop.ipynb #acbdef6a
+_of_batch = {*'_split _with_events _do_one_batch'.split()}
+_of_batches = _of_batch | {*'iter dls device to_device _set_device CancelBatchException'.split()}
+
+def _as_fastais(f):
+    "Is `f` fastai's `one_batch`, by its names and constants?"
+    code = getattr(f, '__code__', None)
+    plain = code and all(isinstance(c, (str, tuple, type(None))) for c in code.co_consts)
+    return bool(plain) and _of_batch <= {*code.co_names} <= _of_batches
+
+def _replaced():
+    "The `one_batch` that a package or a user has put in the place of fastai's, before ours or after, where it does something else"
+    f = Learner.one_batch
+    f = Learner._orig_one_batch if f is _one_batch else f
+    return None if _as_fastais(f) else f
+
+# %% ../nbs/api/06c_loop.ipynb #acbdef6b
 @patch
 def all_batches(self:Learner):
     "Train or evaluate `self.model` on all the batches of `self.dl`"
     if _replay(self) is None or not feedable(self.dl) or not _own(self): return self._orig_all_batches()
     r,self.n_iter,i = _replay(self),len(self.dl),0
-    r.looping,log = True,r.log_of()
+    r.looping = True
     r.passes += self.xla_opt.fitting   # a prediction is not audited each time
+    other = _replaced()
+    log = None if other else r.log_of()
+    one = partial(_by, other) if other else _one_batch
     try:
         for raws in in_groups(feed(self.dl, r.n_steps), r.n_steps):
             if log: self._logged_batches(log, i, raws)
-            elif len(raws) == 1 or len(raws) < r.n_steps or not r.several(i, raws):
-                for j,b in enumerate(raws): self.one_batch(i+j, b)
+            elif other or len(raws) == 1 or len(raws) < r.n_steps or _uncounted(self) or not r.several(i, raws):
+                for j,b in enumerate(raws): one(self, i+j, b)
             i += len(raws)
     finally: r.looping = r.quiet = False
 
@@ -66,14 +93,26 @@ def one_batch(self:Learner, i, b):
     r = _replay(self)
     if r is None: return self._orig_one_batch(i, b)
     self.iter,self.replayed = i,None
-    r.begin()
-    folds = isinstance(b, RawBatch) and r.folds()
+    if not r.begun: r.begin()
+    r.begun = False
+    folds = isinstance(b, RawBatch) and r.folds() and not _uncounted(self)
     r.raws,r.later = [b] if folds else None,[]
     b = b.raw if folds else b.batch() if isinstance(b, RawBatch) else self._set_device(b)
     try:
         self._split(b)
         self._with_events(self._do_one_batch, 'batch', CancelBatchException)
     finally: r.open,r.raws,self.replayed = False,None,None   # what is done by hand is fastai's
+
+_one_batch = Learner.one_batch
+
+def _by(f, learn, i, b):
+    "A batch by a `one_batch` that is not ours, which is given what fastai gives it"
+    r = _replay(learn)
+    learn.replayed = None
+    r.begin()
+    r.raws,r.later,r.quiet,r.begun = None,[],False,True   # `f` may change anything
+    try: f(learn, i, b.batch())
+    finally: r.open,r.begun,learn.replayed = False,False,None
 
 @patch
 def _do_one_batch(self:Learner):
@@ -119,7 +158,7 @@ def _call_one(self:Learner, event_name):
     cbs = ordered(self) if r is None or event_name == 'after_fit' else list(r.acting(event_name))
     for cb in cbs:
         # `Replay` does that after the batch transforms
-        if event_name == 'before_batch' and isinstance(cb, CastToTensor) and r and r.raws: continue
+        if event_name == 'before_batch' and r and r.raws and (isinstance(cb, CastToTensor) or mixes(cb)): continue
         reads = _reads_grads(cb) if r is None else cb in r.acting('reads gradients', _reads_grads)
         with zeros_shown(self.model.parameters()) if reads else nullcontext(): cb(event_name)
 
@@ -139,7 +178,7 @@ def _before_each(self:Replay, i, raws):
         if j: next_batch(learn)
         learn._split(b.raw)
         for cb in self.acting('before_batch'):
-            if not isinstance(cb, (MixedPrecision, CastToTensor)): cb('before_batch')
+            if not isinstance(cb, (MixedPrecision, CastToTensor)) and not mixes(cb): cb('before_batch')
         held.append(self._hold())
     learn.__dict__.update(start, iter=i)
     return held
@@ -152,7 +191,7 @@ def several(self:Replay,
 ) -> bool: # Have they been done?
     "Do several batches as one"
     learn = self.learn
-    if not self.folds() or self.failed[learn.training] >= 4: return False
+    if not self.folds() or self._helpers() or self.failed[learn.training] >= 4: return False
     self.begin()
     self.raws = raws
     held = self._before_each(i, raws)

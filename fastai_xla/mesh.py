@@ -86,7 +86,6 @@ def start_mesh(
         raise ValueError(f"to_xla(mesh=...): this process has a mesh already, of shape {_Process.mesh.shape()}: one for all its learners.")
     if n_devices() == 1: return   # nothing to share
     if 'XLA_USE_SPMD' not in os.environ and _XLAC._xla_get_spmd_config_is_locked(): raise RuntimeError(_late.format(n_devices()))
-    os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')   # else each compile tells that another partitioner will come one day
     if torch_xla.runtime.process_count() > 1: raise NotImplementedError(_hosts.format(torch_xla.runtime.process_count()))
     import torch_xla.distributed.spmd as xs
     if 'XLA_USE_SPMD' not in os.environ: torch_xla.runtime.use_spmd()

@@ -1,4 +1,4 @@
-"""What a matrix product of float32 keeps of its numbers on a TPU, chosen there, and tried here
+"""How precise float32 matrix products are on a TPU: setting it there, and simulating it on any device
 
 Docs: https://fastai-xla.github.io/fastai_xla/api/precision.html.md"""
 
@@ -40,7 +40,7 @@ def check_precision(
 def matmul_precision(
     device:torch.device|str|None=None, # Where; the XLA device by default
 ) -> str: # 'default', 'high' or 'highest'
-    "What products of float32 numbers keep on a device: less than 'highest' on a TPU, and within `tpu_numerics`"
+    "The precision of products of float32 numbers on a device: less than 'highest' on a TPU, and within `tpu_numerics`"
     on_tpu = torch_xla and torch_xla.runtime.device_type() == 'TPU' and torch.device(device or 'xla').type == 'xla'
     there = _XLAC._xla_get_mat_mul_precision() if on_tpu else 'highest'
     return min([there, *_tried[-1:]], key=_bits.get)
@@ -53,7 +53,7 @@ _n_own = _n_programs()   # those of the import multiply nothing
 def set_matmul_precision(
     precision:str, # 'default', 'high' or 'highest'
 ):
-    "What products of float32 numbers are to keep on a TPU, from now on and for the whole process"
+    "Set the precision of products of float32 numbers on a TPU, from now on and for the whole process"
     was = _XLAC._xla_get_mat_mul_precision()
     if check_precision(precision) == was: return
     if n := _n_programs()-_n_own:
@@ -117,7 +117,7 @@ class _Products(TorchDispatchMode):
         return dx,dw,args[0].sum([0, *range(2, args[0].dim())])
 
 class _Unfused(TorchFunctionMode):
-    "Recurrent layers on the CPU as the products that they come to"
+    "Recurrent layers on the CPU, computed by explicit products"
     def __torch_function__(self, func, types, args=(), kwargs=None):
         was = torch._C._get_mkldnn_enabled()
         torch._C._set_mkldnn_enabled(was and getattr(func, '__name__', '') not in ('lstm', 'gru', 'rnn_tanh', 'rnn_relu'))
@@ -131,7 +131,7 @@ def tpu_numerics(
 ):
     """Within the block, matrix products and convolutions keep as much of float32 as on a TPU, on any device, forward and backward
 
-    Of nested blocks the innermost holds.
+    Of nested blocks the innermost applies.
 
     Attention is computed by its products. What XLA multiplies within an operator of its own, as in the decompositions of linear algebra,
     stays as it is."""

@@ -14,17 +14,21 @@ from operator import is_
 from contextlib import contextmanager
 
 import torch
+from torch import nn
 from fastcore.all import *
 from fastai.callback.core import *
 from fastai.learner import Learner
 
 from .mesh import layout
+from .runtime import is_xla
 from .precision import matmul_precision
 from .capture.state import *
 from .capture.effects import is_library
 from .capture.recording import *
 from .capture.watch import *
+from .capture.watch import _base_attrs
 from .learner_step import *
+from .helpers import *
 from .learner_step import _hears_all, _ident, _numbers_of
 
 # %% ../nbs/api/06ab_recordings.ipynb #06ab0002
@@ -43,6 +47,7 @@ class Recordings(LearnerStep):
         self.used = set()   # kinds of batches in this fit
         self.moving = set()   # reasons that hold for one fit
         self.reason = ''   # why the last batch was retraced
+        self.anew,self.set,self.names = Counter(),{},'something'   # kind of batch -> times; the last settings; which of them have changed
         self.passes,self.audits,self.auditing = 0,Counter(),False   # over a dataloader, in fits; training? -> audits of this fit
         self.tracing = False   # was this batch traced?
 
@@ -50,14 +55,13 @@ class Recordings(LearnerStep):
 @patch
 def start(self:Recordings):
     "Begin a fit: what recordings are kept"
-    self.audits.clear()
+    for o in (self.audits, self.anew): o.clear()
     self.cbs = None
     for key in [k for k in self.held if k not in self.used]: del self.recs[key],self.held[key]   # not used in the last fit
     for key,recs in self.recs.items():
         if not isinstance(recs, str): self.recs[key] = [r for r in recs if not r.reads.moved()]
         elif recs in self.moving: self.recs[key] = []
-    self.used,self.key,self.quiet = set(),None,False
-    self.failed = {True: 0, False: 0}
+    self.used,self.key,self.quiet,self.failed = set(),None,False,{True: 0, False: 0}
 
 @patch
 def _watched(self:Recordings):
@@ -121,7 +125,9 @@ def _find(self:Recordings, inputs, spec):
     if key != self.key:
         self._look(again=True)
         key = self._key(inputs, spec)
-        if key not in self.recs: self._forget()
+        if key not in self.recs:
+            self._forget()
+            if why := self._set_again(self._batch_key(inputs, spec)): self.recs[key] = why
         self.key,self.kind = key,self.recs.setdefault(key, [])
         self.held[key] = self._alive()
         self.used.add(key)
@@ -135,8 +141,22 @@ def _forget(self:Recordings):
     states = [id(o.state) for o in self.optimizers()]
     for key,(model,_,opts,*_) in list(self.held.items()):
         if model is not learn.model or key[0] == learn.training and [id(o) for o in opts] != states: del self.recs[key],self.held[key]
-    used = {key[1] for key in self.recs} | {self.state}
-    self.seen = {i: o for i,o in self.seen.items() if i in used}
+    self.seen = {i: o for i,o in self.seen.items() if i in {self.state, *(key[1] for key in self.recs)}}
+
+# %% ../nbs/api/06ab_recordings.ipynb #0e5ff821
+_again = ("{}, an attribute of the model, the loss or a callback, has another value time and again; a number that "
+          "changes may be one of the learner's, as `learn.alpha`: those are inputs of the recording")
+
+@patch
+def _set_again(self:Recordings, kind):
+    "Why this kind of batch is not recorded with yet another setting; empty if it may be"
+    now = {(id(d), k): (k, d[k]) for d,k in (*self.watch.values, *self.settings.plain) if k in d}
+    was,self.set = self.set,now
+    # once more where the batch transforms cannot be part of the step: with nothing changed
+    self.names = ', '.join(dict.fromkeys(k for at,(k,v) in now.items() if at in was and was[at][1] != v)) or self.names
+    self.anew[kind] += 1
+    if self.anew[kind] > 8: self.moving.add(why := _again.format(self.names))
+    return why if self.anew[kind] > 8 else ''
 
 # %% ../nbs/api/06ab_recordings.ipynb #7c66ccd9
 @patch
@@ -150,15 +170,18 @@ def _record(self:Recordings, inputs):
     if any(t.requires_grad for t in inputs):
         raise Refused("a batch has a graph of its own, through which gradients flow "
                       "once; `detach()` the dataset's items where they need none")
-    def numbers():
-        objects = [*self.mets, *self.actors, *self.stateful, learn]
-        return _numbers_of(self.optimizers(), self.more_optimizers(), objects, self.later)
-    start = {}
+    def numbers(): return _numbers_of(self.optimizers(), self.more_optimizers(), self.counting(), self.later)
+    start,left = {},{}
     def traced(j):
         if j: next_batch(learn)
         held,parts = dict(learn.__dict__),[(d, dict(d)) for d in self._parts()]
         if j == 0: start.update(held)
-        try: return self._step(j)
+        was = self._attrs()
+        try:
+            res = self._step(j)
+            new = {at: o for at,o in self._attrs().items() if at not in was or was[at][2] != o[2]}
+            left[j] = [(d, k) for (_,k),(d,*_) in new.items()]
+            return res | dict(left=[v for _,v,_ in new.values()])
         finally:
             for d,was in parts:   # else they would hold draws that are never computed
                 d.clear()
@@ -167,11 +190,24 @@ def _record(self:Recordings, inputs):
             if j == len(self.later):
                 learn.__dict__.update(start)
                 start.clear()   # a recording outlives the learner's optimizer
-    with self._advances() as calls: rec = Recording(traced, self._places, inputs, numbers)
+    mine = [m for o in self.watch.roots for m in o.modules()]
+    with self._advances() as calls: rec = Recording(traced, self._places, inputs, numbers, mine)
     rec.end,half = self.end,len(calls)//2   # of two traces
-    rec.advances = calls[half:]
+    rec.advances,rec.left = calls[half:],left
     for m,_ in rec.advances: self.sizes[m] = [n for o,n in rec.advances if o is m][:-1]
     return rec
+
+# %% ../nbs/api/06ab_recordings.ipynb #7c66ccdb
+@patch
+def _attrs(self:Recordings):
+    "(id of a `__dict__`, name) -> that, value, ids of the tensors in it: what callbacks, the loss and layers keep, if steps are several"
+    if not self.later: return {}
+    loss = getattr(self.learn.loss_func, '__self__', self.learn.loss_func)
+    holders = loss,*self.actors,*(m for o in self._modules() for m in o.modules())
+    dicts = {id(vars(o)): vars(o) for o in holders if hasattr(o, '__dict__')}
+    found = [(i, d, k, v, [t for t in flatten(v)[0] if isinstance(t, torch.Tensor) and is_xla(t)]) for i,d in dicts.items()
+             for k,v in d.items() if k not in _base_attrs and isinstance(v, (torch.Tensor, list, tuple, dict))]
+    return {(i, k): (d, v, list(map(id, ts))) for i,d,k,v,ts in found if ts}
 
 # %% ../nbs/api/06ab_recordings.ipynb #d4db8292
 @patch
@@ -212,11 +248,12 @@ def _refuse(self:Recordings, e):
     The first batch of a fit may set up what later ones find, so there is a second try"""
     text = str(e) if isinstance(e, Refused) else f"{type(e).__name__} while the step was traced: {e}"
     why = self.reason = self.texts.setdefault(getattr(e, 'why', text), text)
-    self.why[why] += 1
+    new = self.look_after(getattr(e, 'holder', None))
+    self.why[why] += not new
     self.failed[self.learn.training] += 1
     final = not getattr(e, 'again', True)
     if final: self.moving.add(why)
-    self.recs[self.key] = self.kind = why if final or self.why[why] > 1 else []
+    self.recs[self.key] = self.kind = why if final or self.why[why] > 1 and not new else []
     if self.warn and self.kind: warnings.warn(f"Steps cannot be replayed, and each is retraced: {why}.")
     if self.mixed and not torch.is_autocast_enabled('xla'): self.mixed.autocast.__enter__()
 
@@ -248,7 +285,9 @@ def _proved(self:Recordings, rec, recs, inputs):
         if len(moved := [r.moved for r in recs if r.moved]) > 1:
             raise Refused(f"{moved[0]}, which the step reads, has another value time and again; a number that changes "
                           f"may be one of the learner's, as `learn.alpha`: those are inputs of the recording", again=False)
-        if len(recs) == 4: raise Refused("Python numbers decide what the step does, each time otherwise")
+        if len(recs) == 4:
+            names = dict.fromkeys(str(k[1]) for r in recs for k,i in r.tape.names.items() if i in r.pinned)
+            raise Refused("Python numbers decide what the step does, each time otherwise", f": {', '.join(names)}"*bool(names))
         rec = self._record(inputs)
         recs.append(rec)
         rec.audited = self.passes

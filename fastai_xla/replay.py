@@ -41,6 +41,7 @@ class Replay(Recordings):
         self.plain = Counter()   # why batches were retraced -> batches of this fit
         self.beside = Counter()   # what ran beside the step -> batches of this fit
         self.open = False   # within a batch of `one_batch`, and not one that the user has taken apart
+        self.begun = False   # has a `one_batch` in the place of ours begun the batch? It may call ours
         self.looping = False   # in fastai's loop, where nobody's code runs between two batches but callbacks'
         self.shared = False   # does somebody hold an alias of a parameter?
         self.moved = False   # has the batch drawn before its step, or is the random state not yet where it leaves it?
@@ -149,13 +150,15 @@ def _run(self:Replay, rec, inputs):
     if rec.settled: self.beside["what has changed the model or its optimizer since the step before"] += 1
     for m in self.others:
         if m in on_host: self.beside[f"the metric {m.name}, with numpy on the host, for which predictions are fetched"] += 1
+    if getattr(learn, 'recorder', None) and not hasattr(learn.recorder, '_train_mets'):
+        self.beside["the metrics of a Recorder whose methods another package has replaced, which are computed after the step"] += 1
     self.advance()
     if not self.later and self.user_callbacks():   # numbers that they draw go on from those of the step
         manual_seed(after_draws(rng, rec.n_draws))
         self.moved,self.ran_at = True,n_moves()
     for m,n in rec.advances: m.advance(n)
     self.leave_autocast()
-    self.done = done
+    self.done,self.left = done,rec.left
     self.take(0)
     if rec.end: raise rec.end()
 
@@ -177,6 +180,7 @@ def take(self:Replay,
     "Give the learner what the step has left"
     learn,done = self.learn,self.done[j]
     learn.xb,learn.yb,learn.pred,learn.loss = (done[k] for k in ('xb', 'yb', 'pred', 'loss'))
+    for (d,k),v in zip(self.left[j], done['left']): d[k] = v   # of several steps, each its own
     if 'loss_grad' in done: learn.loss_grad = done['loss_grad']
     learn.replayed = SimpleNamespace(others=self.others, smooth_loss=done.get('smooth_loss'), check=self._check_given)
     self.given = learn.pred,learn.loss,learn.yb

@@ -45,7 +45,7 @@ class CostLog:
     def between(self,
         where:str, # What has just happened, e.g. "before epoch 0"
     ):
-        "Book what has come up since the last entry as no batch's"
+        "Add the costs since the last entry to no batch"
         self._book(None, 'between', where=where)
 
     def batch(self,
@@ -53,7 +53,7 @@ class CostLog:
         where:str, # Which batch, e.g. "epoch 0, batch 3"
         recorded:bool=False, # Has it been traced in order to be replayed? Then it is no steady batch
     ):
-        "Book what has come up since the last entry as a batch's"
+        "Add the costs since the last entry to a batch"
         self.batches[phase] += 1
         steady = self.batches[phase] > _warm_up[phase] and not recorded
         self.steady[phase] += steady
@@ -83,7 +83,7 @@ _no_fit = "Nothing has been trained here since `learn.to_xla()`: fit first, e.g.
 class XLAReport:
     "What a fit has cost on the XLA device; a table in a notebook, text in a terminal"
     def __init__(self,
-        log:CostLog|None=None, # Books of the fit
+        log:CostLog|None=None, # Cost log of the fit
         plain:dict|None=None, # Why batches were retraced instead of replayed -> how many
         beside:dict|None=None, # What ran as a program of its own beside a replayed step -> in how many batches
         note:str='', # A sentence for the end
@@ -143,7 +143,7 @@ def _row(self:XLAReport, n):
 def per_batch(self:XLAReport,
     phase:str='training', # 'training' or 'validation'
 ) -> dict: # Per steady batch: compiles, executions, transfers, fallbacks
-    "What a batch costs once all is compiled"
+    "What a batch costs once everything is compiled"
     c,n = self.costs[f'steady {phase}'],self.log.n_steady(phase) or 1
     return {'compiles': c.compiles/n, 'executions': c.executions/n, 'to host': (c.to_host-c.looks)/n, 'to device': c.to_device/n,
         'fallbacks': c.n_fallbacks/n}

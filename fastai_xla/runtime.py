@@ -56,7 +56,8 @@ _leave_process_group()
 
 # %% ../nbs/api/00_runtime.ipynb #ee655569
 os.environ.setdefault('XLA_METRICS_SAMPLES', '16')   # of each metric; reading one copies them all, and `xla_counts` reads three per batch
-os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')   # else each compile for several devices warns of a partitioner to come
+if os.environ.get('TF_CPP_MIN_LOG_LEVEL', '1') == '1':   # torch_xla's own level
+    os.environ['TF_CPP_MIN_LOG_LEVEL'] = '2'   # else each compile for several devices warns of a partitioner to come
 torch_xla = xm = met = _XLAC = None
 _broken = _import_error()
 if not _broken:

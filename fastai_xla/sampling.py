@@ -195,7 +195,7 @@ class ContrastiveDivergence(Callback):
         energy=class_energy, # `energy(model, x, *y)`, with the batch's first input and its targets, returns one energy per sample
         start=None, # Batch of data -> chains of the same shape to start with; by default uniform noise within `clip`, or normal noise
         n_buffer:int=16, # Batches of chains to keep
-        restart:float=.05, # Probability that a chain starts anew after its batch; with 1, no chain persists
+        restart:float=.05, # Probability that a chain is restarted after its batch; with 1, no chain persists
         l2:float=.01, # Factor of the squared energies, which keeps them near 0
         data_noise:float=0., # Standard deviation of noise added to the data
     ):

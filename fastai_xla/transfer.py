@@ -118,13 +118,14 @@ def _retyped(t, n):
 def send_batch(
     ts:list, # CPU tensors, strided and without gradient
     device:torch.device, # An XLA device
+    split:bool=True, # Over many devices, as a batch is; else each has a whole copy
 ) -> list: # Tensors of the same types, on `device`
     "Send tensors that are only read, such as a batch, to `device` in one transfer, each in its own dtype"
     if not ts: return []
     with torch._C.DisableTorchFunctionSubclass():
         plain = [t.as_subclass(torch.Tensor) for t in ts]
         if not hasattr(_XLAC, '_xla_tensors_from_aten'): new = [t.to(device) for t in plain]   # as many transfers as tensors
-        else: new = _XLAC._xla_tensors_from_aten(plain, [str(device)]*len(plain), *batch_shardings(plain))
+        else: new = _XLAC._xla_tensors_from_aten(plain, [str(device)]*len(plain), *(batch_shardings(plain) if split else ()))
         return [_retyped(t, n) for t,n in zip(ts, new)]
 
 # %% ../nbs/api/00a_transfer.ipynb #23d7cd49

@@ -3,9 +3,8 @@
     make test ARGS='tests/test_aot_costs_loss.py'
 
 What needs the compiler is skipped where it is not installed (`pip install 'fastai_xla[aot]'`)."""
-import re, subprocess, sys
-from pathlib import Path
-import pytest, torch
+import re
+import own_process, pytest, torch
 import torch.nn.functional as F
 from fastai.vision.all import *
 from fastai_xla.all import *
@@ -100,14 +99,14 @@ def test_no_weight_is_cast_for_bfloat16():
     assert (casts_to(p, 256, 256, 3, 3), casts_to(before, 256, 256, 3, 3)) == (0, 2)
     assert casts_to(p, 4, 256) == 0 < casts_to(before, 4, 256)
 
-def test_products_of_several_passes_keep_the_cast():
+def test_products_of_several_passes_keep_the_cast(tmp_path):
     "Of bfloat16 one is enough"
     code = """import sys; sys.path.insert(0, 'tests')
 from test_aot_costs_loss import *
 learn = wide_convnet().to_bf16().to_xla(matmul_precision='high')
 print('casts', casts_to(take_programs(learn, valid=False)[0], 256, 256, 3, 3))"""
-    run = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, cwd=Path(__file__).parent.parent)
-    assert 'casts 2' in run.stdout, run.stderr[-2000:]
+    res = own_process.run(['-c', code], tmp_path)
+    assert 'casts 2' in res.stdout, res.stderr[-2000:]
 
 @needs_compiler
 def test_bfloat16_is_no_slower_where_weights_are_large():

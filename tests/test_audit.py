@@ -4,6 +4,7 @@ from math import cos
 import pytest
 from fastai.vision.all import *
 from fastai_xla.all import *
+from fastai_xla.capture.recording import Recording
 from common import *
 
 class Loss:
@@ -32,20 +33,25 @@ def losses_of(f, n=3, replay=True):
         with learn.no_bar(), learn.no_logging(): learn.fit(n, 1e-2)
     return tensor(learn.recorder.losses),[str(o.message) for o in told if 'audit' in str(o.message)],learn
 
+@pytest.fixture
+def numbers_unseen(monkeypatch):
+    "One guard less: numbers that C code and containers take as they are go unseen"
+    monkeypatch.setattr(Recording, '_taken', lambda self, inputs, keys: [])
+
 @pytest.mark.parametrize('f', by_epoch.values(), ids=by_epoch)
-def test_what_changes_by_epoch_is_never_stale(f):
+def test_what_changes_by_epoch_is_never_stale(f, numbers_unseen):
     right,*_ = losses_of(f, replay=False)
     losses,told,learn = losses_of(f)
     assert torch.equal(losses, right)
     assert 'In training, epoch 1, batch 0, an audit found' in told[0]
     assert any('an audit found' in why for why in learn.xla_report().plain)
 
-def test_without_audits_it_would_be_stale(without_audits):
+def test_without_audits_it_would_be_stale(without_audits, numbers_unseen):
     losses,told,_ = losses_of(by_epoch['a_list'])
     right,*_ = losses_of(by_epoch['a_list'], replay=False)
     assert not told and not torch.allclose(losses, right)
 
-def test_a_change_within_an_epoch_is_found_at_the_next_power_of_two():
+def test_a_change_within_an_epoch_is_found_at_the_next_power_of_two(numbers_unseen):
     f = lambda o, learn, l: l*o.ws[learn.train_iter//11]
     right,*_ = losses_of(f, n=3, replay=False)
     losses,told,learn = losses_of(f, n=3)

@@ -194,7 +194,7 @@ def test_others_go():
 def test_draws_would_change(monkeypatch):
     "Were drawing items read ahead, the numbers would be others: the check is needed, and the tests see it"
     a = batches('draws', None, fastai_iter)
-    monkeypatch.setattr(data, '_first', lambda dl, it: (it, True))
+    monkeypatch.setattr(data, '_first', lambda dl, it, settings: (it, True))
     assert not same(a, batches('draws', None, iter))
 
 def test_no_grad():
@@ -461,3 +461,110 @@ def test_stress():
     finally: sys.setswitchinterval(switch)
     with stock(): b = run()
     assert len(a[0]) == 200 and same(a, b)
+
+# a dataset that the training changes
+
+class Scaled:
+    "Items of which each is `scale`; they note who read them"
+    def __init__(self, n=32): self.scale,self.n,self.by = 1.,n,[]
+    def __len__(self): return self.n
+    def __getitem__(self, i):
+        self.by.append(threading.current_thread().name[:11])
+        return torch.tensor(self.scale)
+
+def passes(change, n=3):
+    "What each batch of `n` passes holds, where `change(dataset, i)` is called after batch i"
+    dl,res = DataLoader(Scaled(), bs=4, device=device(), num_workers=0),[]
+    for _ in range(n):
+        dl.dataset.scale = 1.
+        res.append([])
+        for i,b in enumerate(dl):
+            res[-1].append(fetch(b)[0].item())
+            change(dl.dataset, i)
+            time.sleep(.02)   # the thread is done with what it may read ahead
+    return res,Counter(dl.dataset.by)
+
+def test_dataset_changed_between_batches_is_told_and_then_right():
+    def change(d, i): d.scale += 1 if i == 3 else 0
+    with pytest.warns(UserWarning, match='`scale`, which the items .* has been changed while batches were read ahead: up to 2') as told:
+        found,by = passes(change)
+    right = [1.]*4 + [2.]*4
+    assert len([w for w in told if 'read ahead' in str(w.message)]) == 1
+    assert found[0] == [1.]*6 + [2.]*2 and found[1:] == [right]*2   # plain fastai gives `right` in each pass
+    assert by['fastai_xla '] == 5*4
+
+def test_dataset_changed_between_passes_is_read_ahead():
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')
+        found,by = passes(lambda d, i: None)
+    assert found == [[1.]*8]*3 and by['fastai_xla '] == 3*7*4
+
+def test_dataset_that_counts_its_items_is_read_in_turn():
+    class Counts(Scaled):
+        def __getitem__(self, i):
+            self.n_read = getattr(self, 'n_read', 0)+1
+            return super().__getitem__(i)
+    dl = DataLoader(Counts(), bs=4, device=device(), num_workers=0)
+    assert [dl.dataset.n_read for _ in dl] == [4*(i+1) for i in range(8)]
+
+def test_settings_are_found_without_a_look_at_the_items():
+    "A `TfmdLists` is a list that runs its transforms"
+    tls = TfmdLists(range(40), lambda i: torch.ones(2)*random.random())
+    for workers in (0, 1):
+        dl = tls.dataloaders(bs=8, num_workers=workers, device=device()).train
+        random.seed(0)
+        data._Settings(dl), data._holds_xla(dl.dataset)
+        state = random.getstate()
+        random.seed(0)
+        assert random.getstate() == state
+
+def tiny_images(path, n=20):
+    for i in range(n): PILImage.create((np.random.rand(8+i%3, 8, 3)*255).astype('uint8')).save(path/f'{"ab"[i%2]}_{i}.png')
+    return path
+
+def test_validation_of_stock_images_is_read_ahead_without_a_warning(tmp_path):
+    "A pass tells the transforms their `split_idx` as it starts, which is no change of the training's"
+    block = DataBlock((ImageBlock, CategoryBlock), get_items=get_image_files, get_y=lambda f: f.name[0], splitter=IndexSplitter(range(12)),
+                      item_tfms=Resize(8))
+    dls = block.dataloaders(tiny_images(tmp_path), bs=2, num_workers=0, device=device())
+    with warnings.catch_warnings():
+        warnings.filterwarnings('error', '.*read ahead')
+        for _ in range(2): list(dls.valid)
+    assert dls.valid not in data._changed
+
+class Hits(Scaled):
+    "Counts what it finds in its cache; the first batches are not there"
+    def __init__(self):
+        super().__init__()
+        self.cache,self.hits = {9: 1., 20: 1.},0
+    def __getitem__(self, i): return self.get(i)
+    def get(self, i):
+        if i in self.cache: self.hits += 1
+        return super().__getitem__(i)
+
+def test_what_a_dataset_counts_itself_is_no_change_of_the_trainings():
+    dl = DataLoader(Hits(), bs=4, device=device(), num_workers=0)
+    with warnings.catch_warnings():
+        warnings.filterwarnings('error', '.*read ahead')
+        for _ in range(2): list(dl)
+    assert dl.dataset.hits == 4 and dl in data._changed   # read in turn from now on
+
+def test_nothing_is_read_while_a_step_is_traced(monkeypatch):
+    "A trace shows other numbers, and holds all objects there are for a moment: a thread beside it has died of that"
+    from fastai_xla.capture.step import Trace
+    init,tracing,seen = Trace.__init__,[],[]
+    def traced(self, *args, **kwargs):
+        tracing.append(1)
+        time.sleep(.05)
+        try: init(self, *args, **kwargs)
+        finally: tracing.pop()
+    class Items:
+        def __len__(self): return 32
+        def __getitem__(self, i):
+            seen.append(bool(tracing))
+            return torch.ones(4), torch.tensor(i%2)
+    monkeypatch.setattr(Trace, '__init__', traced)
+    dls = DataLoaders(*(DataLoader(Items(), bs=4, num_workers=0) for _ in range(2)))
+    learn = Learner(dls, nn.Linear(4, 2), loss_func=CrossEntropyLossFlat()).to_xla()
+    with learn.no_bar(), learn.no_logging(): learn.fit(2)
+    assert len(seen) > 64 and not any(seen)

@@ -1,25 +1,26 @@
 """Many devices: each run in a process of its own, on virtual devices of the CPU
 
 Losses are compared with one device's to 1e-6 of their size, weights to 1e-5 of the largest in their tensor."""
-import os, subprocess, sys
+import os, tempfile
+from functools import lru_cache
 from math import prod
 from pathlib import Path
 import pytest, torch
-
-root = Path(__file__).resolve().parent.parent
+from own_process import run
 
 def python(args, n, **env):
     "Output of a process with `n` devices"
     clean = {k: v for k,v in os.environ.items() if k not in ('WORLD_SIZE', 'XLA_USE_SPMD')}
-    env = clean | dict(CPU_NUM_DEVICES=str(n), PYTHONPATH=str(root)) | env
-    res = subprocess.run([sys.executable, '-W', 'ignore', *args], cwd=root, env=env, capture_output=True, text=True)
+    with tempfile.TemporaryDirectory() as d: res = run(args, Path(d), env=clean | dict(CPU_NUM_DEVICES=str(n)) | env)
     assert res.returncode == 0, res.stdout[-2000:] + res.stderr[-4000:]
     return res.stdout
 
-def train(tmp_path, n, *specs):
+@lru_cache
+def train(n, *specs):
     "Spec -> what `many.run` gives"
-    python(['-m', 'tests.many', str(n), str(tmp_path/f'{n}.pt'), *specs], n)
-    res = torch.load(tmp_path/f'{n}.pt', weights_only=False)
+    with tempfile.TemporaryDirectory() as d:
+        python(['-m', 'tests.many', n, Path(d)/'found.pt', *specs], n)
+        res = torch.load(Path(d)/'found.pt', weights_only=False)
     assert not (failed := {k: v for k,v in res.items() if isinstance(v, str)}), failed
     return res
 
@@ -41,10 +42,10 @@ loss_tol,weight_tol = dict(unet=1e-5),dict(unet=1e-4)
 slow = ('unet', 'text')
 
 @pytest.mark.parametrize('name', no_gradient)
-def test_models(name, tmp_path):
-    one = train(tmp_path, 1, name)[name]
-    plain = [] if name in slow else [f'{name}/plain', f'{name}/fsdp/plain']
-    four = train(tmp_path, 4, name, f'{name}/fsdp', *plain)
+def test_models(name):
+    one = train(1, name)[name]
+    plain = [] if name in slow else [f'{name}/fsdp/plain']
+    four = train(4, name, f'{name}/fsdp', *plain)
     for how,r in four.items():
         assert loss_error(one, r) < loss_tol.get(name, 1e-6), how
         assert apart(one['values'], r['values']) < 1e-4*max(map(abs, one['values'][0])), how
@@ -65,22 +66,22 @@ def held(r, which):
     ts = {k: t for k,t in r[which].items() if 'running' not in k and 'batches' not in k}
     return sum(t.nbytes for t in ts.values()),sum(t.nbytes/parts(r['layouts'][k]) for k,t in ts.items())
 
-def test_two_and_eight(tmp_path):
-    one = train(tmp_path, 1, 'convnet')['convnet']
-    for n in (2, 8):
-        for how,r in train(tmp_path, n, 'convnet', 'convnet/fsdp', 'convnet/2').items():
+def test_two_and_eight():
+    one = train(1, 'convnet')['convnet']
+    for n,how in ((2, 'convnet/2'), (8, 'convnet')):
+        for how,r in train(n, how, 'convnet/fsdp').items():
             assert loss_error(one, r) < 1e-6 and max(errors(one, r).values()) < 1e-5, (n, how)
 
-def test_faults_are_seen(tmp_path):
+def test_faults_are_seen():
     "BatchNorm that is not synchronised gives other losses; labels that are not split are sent four times"
-    one,ghost = train(tmp_path, 1, 'convnet', 'convnet/ghost').values()
+    one,ghost = train(1, 'convnet')['convnet'],train(1, 'convnet/ghost')['convnet/ghost']
     assert loss_error(one, ghost) > 1e-4
-    whole = train(tmp_path, 4, 'convnet/whole')['convnet/whole']
+    whole = train(4, 'convnet/whole')['convnet/whole']
     assert loss_error(one, whole) < 1e-6 and whole['sent'][1] == whole['sent'][0] + 3*16*8
 
-def test_uneven_batches(tmp_path):
+def test_uneven_batches():
     names = [f'batch{n}' for n in (50, 18, 3, 1)]
-    one,four = train(tmp_path, 1, *names),train(tmp_path, 4, *names)
+    one,four = train(1, *names),train(4, *names)
     for k in names:
         assert apart(stack(one[k]['losses']), stack(four[k]['losses'])) < 2e-6, k
         assert apart(one[k]['values'], four[k]['values']) < 2e-6, k

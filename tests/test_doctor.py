@@ -76,26 +76,31 @@ def test_variables_that_change_something(tmp_path, answers):
 
 def test_all_well(tmp_path, answers):
     "Of a TPU: nothing to mind, no command"
-    tpu = dict(kind='TPU', n=1, trained=[0], said=[], error=None)
+    tpu = dr._outcome(kind='TPU', n=1, used=1, trained={'xla:0': True})
     before = f"import fastai_xla.doctor as d; d.probe_apart = lambda limit: {tpu}"
     code,out = doctor(tmp_path, answers, before=before, flags=False, PJRT_DEVICE='TPU')
     assert code == 0 and 'ok    A small learner trains on xla:0 (TPU) as on the CPU' in out and out.rstrip().endswith('\nIt trains.')
     assert '->' not in out and 'mind' not in out and 'FAULT' not in out
 
-# With a device, in a process of its own
+# With a device
 
-trains = r'ok    A small learner trains on xla:0 \(CPU\) as on the CPU'
+trains = r'ok    A small learner trains on {} \(CPU\) as on the CPU'
 
-def test_cpu_only_and_the_form(tmp_path, answers):
-    "What a terminal shows is in the bug report"
-    code,out = doctor(tmp_path, answers, '--report')
-    assert code == 0 and re.search(trains, out)
+def test_cpu_only_and_the_form(tmp_path, answers, monkeypatch, capsys):
+    "What a terminal shows is in the bug report. Here in this process"
+    for k in (*dr._faults, *dr._changes): monkeypatch.delenv(k, raising=False)
+    monkeypatch.setenv('HOME', str(tmp_path))
+    monkeypatch.setattr(dr, '_sources', (answers,))
+    dr.doctor_cli(report=True)   # ends the process where it finds a fault
+    out = capsys.readouterr().out
+    assert re.search(trains.format('xla:0'), out) and 'FAULT' not in out
     assert re.search('mind  No TPU on this machine.*\n +-> in Colab: Runtime > Change runtime', out)
     assert 'It trains. Mind what is above.' in out and out.count('### ') == 4 and str(tmp_path) not in out
 
 def test_several_devices_in_a_home_that_cannot_be_written(tmp_path, answers):
+    "In a process of its own"
     code,out = doctor(tmp_path, answers, CPU_NUM_DEVICES='2', HOME='/dev/null/home')
-    assert code == 0 and re.search(r'ok    A small learner trains on xla:0, xla:1 \(CPU\)', out), out
+    assert code == 0 and re.search(trains.format('xla:0, xla:1'), out), out
     assert re.search(r"mind  1 of 2 devices is used unless `to_xla\(devices='all'\)`\n +-> learn.to_xla\(devices='all'\)", out)
     assert re.search('mind  ~/.fastai and ~/.cache/torch cannot be written.*\n +-> export FASTAI_HOME=/tmp/fastai TORCH_HOME=', out)
 
@@ -104,20 +109,31 @@ def test_no_device(tmp_path, answers):
     assert code == 1 and re.search(r'FAULT The XLA client did not start \(PJRT_DEVICE=TPU\)(.*\n)*.*this machine has no TPU', out), out
     assert 'It does not train here: 1 fault above' in out and 'PJRT_DEVICE=CPU' in out
 
-def test_trap_is_seen_in_the_process_that_has_sprung_it(tmp_path, answers):
-    code,out = doctor(tmp_path, answers, before='import torch; torch.ones(3, requires_grad=True).sum().backward()')
-    assert code == 0 and re.search(trains, out), out
+begun = """
+import torch
+torch.ones(3, requires_grad=True).sum().backward()
+from fastai_xla.mesh import start_mesh
+start_mesh()
+"""
+
+def test_what_a_process_has_begun_is_seen_in_itself(tmp_path, answers):
+    "The trap that it has sprung, and the devices that it has made one"
+    code,out = doctor(tmp_path, answers, before=begun, CPU_NUM_DEVICES='2')
+    assert code == 0 and re.search(trains.format('all 2 devices'), out), out
     assert re.search(r'mind  This process ran a .backward\(\) before.*\n +-> restart Python, with `from fastai_xla.all import \*`', out)
+    assert 'is used unless' not in out and 'XLA_USE_SPMD' not in out, out
 
 # What no stage can show
 
 def test_wrong_weights_are_a_fault():
-    found = dr._training_findings(dict(kind='TPU', n=2, trained=[0], said=[], error=None))
+    found = dr._training_findings(dr._outcome(kind='TPU', n=2, used=1, trained={'xla:0': True, 'xla:1': False}))
     assert [f.level for f in found] == ['FAULT', 'mind'] and 'On xla:1 (TPU) a small learner gets other weights' in found[0].what
 
-def test_device_that_does_not_answer():
+@pytest.mark.parametrize('chips,why,cure', [(1, 'Does another process hold the TPU?', 'lsof'), (0, 'Is this machine busy?', '--limit')])
+def test_device_that_does_not_answer(monkeypatch, chips, why, cure):
+    monkeypatch.setattr(dr, 'tpu_chips', lambda: chips)
     res = dr.probe_apart(limit=.01)
-    assert res['error'] == 'No answer within 0.01 seconds. Does another process hold the TPU?' and 'lsof' in res['cure']
+    assert res['error'] == f'No answer within 0.01 seconds. {why}' and cure in res['cure']
 
 def test_process_that_dies(tmp_path, monkeypatch):
     dies = tmp_path/'python'

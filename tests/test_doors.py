@@ -1,13 +1,12 @@
 "Ways onto the device other than `to_xla`, and tensors that meet from both sides, train or say what to type"
-import os, pickle, subprocess, sys, warnings
+import os, pickle, warnings
 from copy import deepcopy
-# short compiles; nothing here is timed
-os.environ['XLA_FLAGS'] = os.environ.get('XLA_FLAGS', '') + ' --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true'
 import numpy as np, pytest, torch
 import torch.nn.functional as F
 from fastai.vision.all import *
 from fastai_xla.all import *
 from fastai_xla.transfer import fetch
+import own_process
 from common import *
 
 def mlp(): return nn.Sequential(nn.Flatten(), nn.Linear(64, 4))
@@ -132,8 +131,8 @@ for l in (late, learn.to_xla()):
 print('TRAINED')
 '''
 
-def test_xla_as_the_default_device_is_refused():
-    res = subprocess.run([sys.executable, '-c', defaulted], capture_output=True, text=True, cwd=os.path.dirname(__file__))
+def test_xla_as_the_default_device_is_refused(tmp_path):
+    res = own_process.run(['-c', defaulted], tmp_path, Path(__file__).parent)
     assert res.returncode == 0 and 'TRAINED' in res.stdout, res.stdout+res.stderr
 
 # Metrics in numpy

@@ -4,10 +4,15 @@ import numpy as np, pytest, torch
 from fastai.vision.all import *
 from fastai_xla import runtime
 from fastai_xla.all import *
+import own_process
 from common import *
 
 def run(code, **env):
     res = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, cwd=Path(__file__).parent, env=os.environ | env)
+    return res.returncode,res.stdout+res.stderr
+
+def forked(code, tmp_path):
+    res = own_process.run(['-c', code], tmp_path, Path(__file__).parent)
     return res.returncode,res.stdout+res.stderr
 
 pretend = '''
@@ -77,13 +82,13 @@ assert (transfer.fetch(learn.model[0][0][0].weight.detach())-before).abs().max()
 print('TRAINED')
 '''
 
-def test_trap_is_cured():
-    rc,out = run(trap.format(incurable=False))
+def test_trap_is_cured(tmp_path):
+    rc,out = forked(trap.format(incurable=False), tmp_path)
     assert (rc == 0 and 'TRAINED' in out and 'ran a .backward() before the XLA device existed' in out
             and 'set_multithreading_enabled(False)' in out)
 
-def test_trap_without_cure():
-    rc,out = run(trap.format(incurable=True))
+def test_trap_without_cure(tmp_path):
+    rc,out = forked(trap.format(incurable=True), tmp_path)
     assert rc == 1 and 'TRAINED' not in out
     assert ('RuntimeError: This process ran a .backward() before the XLA device existed' in out
             and 'Restart the notebook and put `from fastai_xla.all import *` into its first cell' in out)

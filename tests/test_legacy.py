@@ -15,7 +15,7 @@ def mnist(tmp_path_factory):
     path,data = tmp_path_factory.mktemp('mnist_tiny'),load_digits()
     for label in (3, 7):
         images = data.images[data.target == label]
-        for i,img in enumerate(images[:44]):
+        for i,img in enumerate(images[:40]):
             dest = path/('valid' if i < 8 else 'train')/str(label)/f'{i}.png'
             dest.parent.mkdir(parents=True, exist_ok=True)
             Image.fromarray((img*15.9).astype(np.uint8)).convert('RGB').resize((28, 28)).save(dest)
@@ -29,6 +29,7 @@ def small(pretrained=False, weights=None):
 def offline(monkeypatch, mnist):
     for name,here in dict(untar_data=lambda url: mnist, resnet18=small).items(): monkeypatch.setitem(globals(), name, here)
     monkeypatch.setattr(legacy, '_told', set())
+    monkeypatch.setattr(defaults, 'cpus', 0)   # no processes that load a few small pictures
     yield
     plt.close('all')
 
@@ -54,18 +55,19 @@ def test_several_cores(offline):
     learner.recorder.plot_loss()
     said = [str(w.message) for w in told if w.category is FutureWarning]
     assert len(said) == 2 and "`learn.xla_fit_one_cycle` is of fastai_xla_extensions. Now: `learn.to_xla()` once, then" in said[1]
-    assert len(learner.recorder.losses) == 5*9 and learner.recorder.values[-1][-1] > .5
+    assert len(learner.recorder.losses) == 5*8 and learner.recorder.values[-1][-1] > .5
     cost = learner.xla_report().per_batch()
     assert (cost['executions'], cost['compiles'], cost['to host']) == (1, 0, 0)
 
 @pytest.mark.filterwarnings('ignore:.cnn_learner. has been renamed', 'ignore:Random crops without a size', 'ignore:.*three shapes')
 def test_single_core(offline, recwarn):
     path = untar_data(URLs.MNIST_TINY)
+    set_seed(6)   # each size of a random crop is compiled, and by this the crops of the eight batches have two
     dls = block(aug_transforms(do_flip=False, min_scale=0.8)).dataloaders(path)
     learner = cnn_learner(dls, resnet18, metrics=accuracy)
     assert learner.to_xla() is learner
     with learner.no_bar():
-        learner.lr_find(num_it=6)   # each size of a random crop is compiled: fewer steps than there
+        learner.lr_find(num_it=6)   # fewer steps than there
         learner.fit_one_cycle(1, lr_max=slice(1e-4, 0.02))
         learner.fit_one_cycle(1, slice(7e-4, 1e-3))
     assert is_xla(one_param(learner.model))

@@ -80,11 +80,11 @@ def test_tests_of_the_sdist_run(dist, tmp_path):
               cwd=src, env=env)
     assert '2 passed, 1 skipped' in out, out
 
-def test_types_of_public_names(tmp_path):
+def test_types_of_public_names():
     "`make types`: right uses pass and wrong ones do not"
     pytest.importorskip('mypy')
     line = re.search('^types:.*\n.*-m (.*)$', (root/'Makefile').read_text(), re.M)[1]
-    run(sys.executable, '-m', *line.split(), f'--cache-dir={tmp_path}', cwd=root)
+    run(sys.executable, '-m', *line.split(), cwd=root)
 
 # What stands beside the package
 
@@ -114,3 +114,49 @@ def test_every_step_of_a_workflow_is_a_make_target():
         assert steps and all(re.fullmatch(r'make ([\w-]+)', s)[1] in targets for s in steps)
     pythons = re.findall(r"'(3\.\d+)'", re.search(r'python: \[(.*)\]', (root/'.github'/'workflows'/'test.yml').read_text())[1])
     assert pythons == [f'3.{n}' for n in range(10, 14)]
+
+# What make does; nothing is installed
+
+def make(where, *args, **env):
+    "Exit code and what `make` says"
+    res = subprocess.run(['make', *args], cwd=where, env=dict(PATH=os.environ['PATH']) | env, capture_output=True, text=True)
+    return res.returncode,res.stdout+res.stderr
+
+@pytest.fixture
+def clone(tmp_path):
+    for o in ('Makefile', 'settings.ini', 'setup.py', 'pyproject.toml'): (tmp_path/o).write_bytes((root/o).read_bytes())
+    return tmp_path
+
+def python(folder, name, version):
+    "A Python that knows no more than its version"
+    folder.mkdir(exist_ok=True)
+    (folder/name).write_text(f"""#!/bin/sh
+exec {sys.executable} -c 'import sys; sys.version_info = {version}; exec(sys.argv[1])' "$2"
+""")
+    (folder/name).chmod(0o755)
+
+def test_make_takes_a_python_that_fits(clone):
+    "The first, and none that is too old or too new"
+    path = f"{clone/'bin'}:/usr/bin:/bin"
+    for version in ((3, 9), (3, 14)):
+        for name in ('python3', *(f'python3.{n}' for n in range(10, 14))): python(clone/'bin', name, version)
+        code,out = make(clone, '.venv/installed', PATH=path)
+        assert code == 2 and 'fastai_xla takes Python 3.10 to 3.13: make ... PYTHON=' in out and not (clone/'.venv').exists(), out
+        python(clone/'bin', 'python3.12', (3, 12))
+        assert '"python3.12" -m venv .venv' in make(clone, '-n', 'demo', PATH=path)[1]
+        assert make(clone, '.venv/installed', 'PYTHON=python3', PATH=path)[0] == 2
+    python(clone/'bin', 'python3', (3, 11))
+    assert '"python3" -m venv .venv' in make(clone, '-n', 'demo', PATH=path)[1]
+    lowest,end = (ini[k].replace('.', ', ') for k in ('min_python', 'max_python'))
+    assert f'not ({lowest}) <= sys.version_info < ({end})' in (clone/'Makefile').read_text()
+
+def test_make_installs_again_what_has_changed(clone):
+    "So that the console scripts are those of the metadata"
+    (clone/'.venv').mkdir()
+    for o in ('installed', 'installed-dev'): (clone/'.venv'/o).touch()
+    assert 'pip install' not in make(clone, '-n', 'demo', 'test')[1]
+    for o in ('settings.ini', 'setup.py', 'pyproject.toml'):
+        os.utime(clone/o, (2e9, 2e9))
+        said = make(clone, '-n', 'demo', 'test')[1]
+        assert "install --quiet -e '." in said and "install --quiet -e '.[dev]'" in said
+        os.utime(clone/o, (1e9, 1e9))

@@ -18,9 +18,9 @@ if not nbs.exists(): pytest.skip('the notebooks are in the repository, not in th
 slow_imports = ['torch_xla', 'torchvision', 'timm', 'sklearn.datasets', 'pandas', 'matplotlib.pyplot', 'fasthtml.basics', 'fasttransform',
     'execnb.shell', 'nbdev.test', 'pytest']
 # These and the tutorials run as users run them; the others compile more than they run, and do it as other tests do,
-# and so do three of the tutorials
+# and so do some of the tutorials
 long_runs = ('10_sampling', '11_optim', '12e_parity.backends')
-short_tutorials = ('04_where_backends_part', '06_why_slow', '09_more_than_one_core')
+short_tutorials = ('04_where_backends_part', '06_why_slow', '09_more_than_one_core', '10_images', '11_segmentation', '14_text')
 
 @pytest.fixture(scope='module')
 def forked():

@@ -1,12 +1,12 @@
 """What products of float32 keep on a TPU: chosen by `to_xla`, imitated by `tpu_numerics`, and known to the parity tools
 
     make test ARGS='tests/test_precision.py'"""
-import subprocess, sys
 from contextlib import ExitStack, nullcontext
 from copy import deepcopy
 import pytest, torch
 from fastai.vision.all import *
 from fastai.text.all import AWD_LSTM, LMLearner, get_language_model
+import own_process
 from common import *
 from fastai_xla.all import *
 from fastai_xla.graphs import hlo_text
@@ -37,7 +37,7 @@ def test_setting_reaches_the_program_and_the_report(setting):
     _XLAC._xla_set_mat_mul_precision('default')
     assert 'Matrix precision' not in repr(learn.xla_report())
 
-def test_first_call_of_a_process_does_not_warn():
+def test_first_call_of_a_process_does_not_warn(tmp_path):
     code = """import warnings
 from fastai.basics import *
 from fastai_xla.all import *
@@ -48,7 +48,8 @@ dl = DataLoader(list(zip(x, x)), bs=4, num_workers=0)
 learn = Learner(DataLoaders(dl, dl), nn.Linear(3, 3), loss_func=MSELossFlat())
 learn.to_xla(matmul_precision='highest')
 print(_XLAC._xla_get_mat_mul_precision())"""
-    assert subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, check=True).stdout.strip() == 'highest'
+    res = own_process.run(['-c', code], tmp_path)
+    assert res.stdout.strip() == 'highest', res.stderr
 
 @pytest.mark.parametrize('on', ['cpu', 'xla'])
 def test_innermost_block_holds(on):

@@ -21,20 +21,16 @@ def ce(p, y): return F.cross_entropy(p, y)
 
 # What is read, and changes between two fits
 
-alpha,cfg,table,weights,scales,funcs = 1.,SimpleNamespace(),{},torch.ones(4),np.ones(1),[]
-class Conf: eps = 1.
+alpha,cfg,weights,funcs = 1.,SimpleNamespace(),torch.ones(4),[]
 def act(x): return x
 class Scaled(Module):
     "A layer with settings in an object"
     def __init__(self): self.cfg = SimpleNamespace(scale=1.)
     def forward(self, x): return x*self.cfg.scale
-class Slots:
-    __slots__ = ('zeta',)
-slots = Slots()
 
 def reset():
     global alpha, weights, act
-    alpha,cfg.gamma,table['delta'],Conf.eps,slots.zeta,weights,scales[:],funcs[:] = 1.,1.,1.,1.,1.,torch.ones(4),1.,[abs]
+    alpha,cfg.gamma,weights,funcs[:] = 1.,1.,torch.ones(4),[abs]
     def act(x): return x
     Scaled.forward = lambda self, x: x*self.cfg.scale
 
@@ -62,34 +58,17 @@ def closure():
         nonlocal beta
         beta = .3
     return loss,change
-def attribute():
-    def loss(p, y): return ce(p, y)*loss.w
-    loss.w = 1.
-    return loss,lambda _: setattr(loss, 'w', .3)
-class Weighted:
-    "Class weights on the host, in the loss"
-    def __init__(self): self.w = torch.ones(4)
-    def __call__(self, p, y): return F.cross_entropy(p, y, weight=self.w.to(p.device))
-def weighted():
-    loss = Weighted()
-    return loss,lambda _: setattr(loss, 'w', torch.tensor([1.,.5,.5,1.]))
 def with_partial():
     loss = partial(F.cross_entropy, label_smoothing=.1)
     return loss,lambda _: loss.keywords.update(label_smoothing=.4)
 
 reads = dict(global_number=(lambda: learner(lambda p,y: ce(p, y)*alpha), set_alpha),
-    namespace=(lambda: learner(lambda p,y: ce(p, y)*cfg.gamma), lambda _: setattr(cfg, 'gamma', .3)),
-    dictionary=(lambda: learner(lambda p,y: ce(p, y)*table['delta']), lambda _: table.update(delta=.3)),
-    class_attribute=(lambda: learner(lambda p,y: ce(p, y)*Conf.eps), lambda _: setattr(Conf, 'eps', .3)),
-    slot=(lambda: learner(lambda p,y: ce(p, y)*slots.zeta), lambda _: setattr(slots, 'zeta', .3)),
     host_tensor=(lambda: learner(lambda p,y: F.cross_entropy(p, y, weight=weights.to(p.device))), set_weights),
-    host_tensor_in_place=(lambda: learner(lambda p,y: F.cross_entropy(p, y, weight=weights.to(p.device))), lambda _: weights.mul_(.5)),
-    array=(lambda: learner(lambda p,y: ce(p, y)*scales[0]), lambda _: scales.fill(.3)),
     functions=(lambda: learner(lambda p,y: funcs[0](ce(p, y))), lambda _: funcs.__setitem__(0, torch.sqrt)),
     redefined=(lambda: learner(lambda p,y: act(ce(p, y))), set_act), patched=(lambda: learner(ce, Scaled()), patch_forward),
     model_settings=(lambda: learner(ce, Scaled()), lambda l: setattr(l.model[-1].cfg, 'scale', .3)),
     metric=(lambda: learner(metrics=lambda p,y: (p.softmax(1).max(1).values > alpha-.7).float().mean()), set_alpha))
-reads |= {f.__name__: f for f in (closure, attribute, weighted, with_partial)}
+reads |= {f.__name__: f for f in (closure, with_partial)}
 
 def story(name):
     if callable(reads[name]):
@@ -276,7 +255,7 @@ class Noise(Callback):
 
 @pytest.mark.parametrize('layers', [(), (nn.Dropout(.2),)])
 def test_drawn_after_batch(layers):
-    learn,_ = compare(lambda: learner(ce, *layers, cbs=Noise()))
+    learn,_ = compare(lambda: learner(ce, *layers, cbs=Noise()), tol=1e-6)
     assert not learn.xla_opt.replay.why
 
 class Restores(Callback):

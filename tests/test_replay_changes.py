@@ -4,12 +4,12 @@ The controls show that each guard is needed."""
 import os
 os.environ.setdefault('XLA_COMPILATION_CACHE_SIZE', '128')
 import gc, subprocess, sys, tempfile, warnings, weakref
-from contextlib import contextmanager, nullcontext
-from unittest.mock import patch as mocked
+from contextlib import nullcontext
 
 import pytest
 from fastai.callback.all import *
 from common import *
+from scenarios.base import counting
 from test_replay_matrix import differences, left_behind
 from fastai_xla.all import *
 from fastai_xla.capture import recording, step
@@ -27,17 +27,6 @@ def net(p=.3):
 def dls(n=40, tfms=None, size=8): return image_dls(n, 16, 8, size=size, after_batch=tfms)   # 5 and 2 batches
 def learner(dls_=None, **kwargs):
     return Learner(dls_ or dls(), net(), **(dict(loss_func=CrossEntropyLossFlat(), metrics=accuracy, splitter=params_of) | kwargs))
-
-@contextmanager
-def counting(counts):
-    "Count batches and replayed ones"
-    def counted(f, k):
-        def g(self, *args, **kwargs):
-            counts[k] += 1
-            return f(self, *args, **kwargs)
-        return g
-    with (mocked.object(Recording, 'run', counted(Recording.run, 'replayed')),
-          mocked.object(Learner, 'one_batch', counted(Learner.one_batch, 'batches'))): yield
 
 def run(make, story, replay):
     "What the story leaves behind in its learner, and in what it returns (learners and other things)"
@@ -481,13 +470,13 @@ cases = [(n, k, make, f) for n,make,fs in [('flag', learner, flags), ('attr', le
 
 # All of them are run by `python tests/test_replay_changes.py [names]`; as tests, those that differ in kind
 tested = """flag-freeze flag-freeze_during flag-layer_eval flag-requires_grad_during
-    attr-dropout_during attr-bn_momentum attr-stride attr-function_during attr-constant_in_place attr-forward
+    attr-dropout_during attr-bn_momentum attr-stride
     hook-during_forward hook-between_backward hook-during_param
     param-parameter param-data param-in_place_before_batch param-buffer_during param-model param-stale_grad param-load param-load_opt
-    opt-nothing opt-reset opt-other opt-wd opt-lr_within opt-do_wd opt-clear torch_opt-maximize
-    adamw-load adamw-betas_during adamw-one_count adamw-cycle loss-lambdas loss-during loss_attr-number_during
-    cb-added_during cb-reapplied cb-counts cb-noise cb-resizes cb-anneals cb-function_during cancel-CancelBatchException_after_pred
-    data-ragged data-other_size data-added_tfm tfm-number_during
+    opt-nothing opt-reset opt-other opt-lr_within opt-do_wd opt-clear torch_opt-maximize
+    adamw-load adamw-one_count adamw-cycle loss-lambdas
+    cb-added_during cb-reapplied cb-noise cb-resizes cancel-CancelBatchException_after_pred
+    data-ragged data-other_size data-added_tfm
     around-lr_find around-get_preds around-interrupt around-broken around-bf16 around-one_plain
     two-two two-one_model aug-p count-tfm""".split()
 

@@ -1,7 +1,7 @@
 "Recurrent layers as loops on the device against PyTorch on the CPU in float64: outputs, last states and all gradients"
-import os, re, subprocess, sys
+import os, re
 from copy import deepcopy
-import pytest, torch
+import own_process, pytest, torch
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 from fastai_xla.runtime import *
@@ -190,10 +190,9 @@ assert torch_xla._XLAC._get_xla_sharding_spec(got[0]) == '{devices=[1,4,1]0,1,2,
 for a,b in zip(got, want): assert (a.cpu()-b).abs().max() < 1e-5*b.abs().max()
 """
 
-def test_split_batch():
+def test_split_batch(tmp_path):
     "A batch that is split over four devices stays split through all layers and directions"
-    res = subprocess.run([sys.executable, '-c', _split],
-                         env=os.environ | dict(CPU_NUM_DEVICES='4', PJRT_DEVICE='CPU'), capture_output=True, text=True)
+    res = own_process.run(['-c', _split], tmp_path, env=os.environ | dict(CPU_NUM_DEVICES='4', PJRT_DEVICE='CPU'))
     assert not res.returncode, res.stderr[-2000:]
 
 @pytest.mark.parametrize('kind', kinds)

@@ -6,6 +6,7 @@ import pytest
 from packaging.requirements import Requirement
 
 root = Path(__file__).resolve().parent.parent
+if not (root/'nbs').exists(): pytest.skip('the pages are in the repository, not in the sdist', allow_module_level=True)
 parser = ConfigParser(delimiters=['='])
 parser.read(root/'settings.ini', encoding='utf-8')
 ini = parser['DEFAULT']
@@ -21,6 +22,21 @@ def cells(nb, kind):
 def test_a_notebook_installs_the_package_first_and_only_where_it_is_missing(nb):
     lines = cells(nb, 'code')[0].splitlines()
     assert lines[:2] == ['#| hide', 'try: import fastai_xla'] and lines[2].startswith('except ImportError: get_ipython().run_line_magic(')
+
+@pytest.mark.parametrize('nb', sorted((root/'nbs').rglob('[!._]*.ipynb')), ids=lambda o: o.stem)
+def test_cells_are_of_a_kind_that_builders_of_sites_know(nb):
+    assert {c['cell_type'] for c in json.loads(nb.read_text(encoding='utf-8'))['cells']} <= {'markdown', 'code', 'raw'}
+
+def figures(nb):
+    "Source of each cell with a picture that the site shows"
+    for c in json.loads(nb.read_text(encoding='utf-8'))['cells']:
+        text = ''.join(c['source'])
+        if any({'image/png', 'image/svg+xml'} & {*o.get('data', {})} for o in c.get('outputs', [])) and '#| hide\n' not in text: yield text
+
+def test_figures_say_what_one_sees():
+    found = [(nb.stem, text) for nb in sorted((root/'nbs').rglob('[!._]*.ipynb')) for text in figures(nb)]
+    said = [(nb, m and m[1]) for nb,text in found for m in [re.search(r'^#\| fig-alt: (.*)$', text, re.M)]]
+    assert len(said) > 20 and not [nb for nb,alt in said if not alt or len(alt) < 15]
 
 def requirement(line):
     req = Requirement(re.search(r"'([^']*git\+[^']*)'", line)[1])

@@ -1,8 +1,8 @@
 "Plain torch code on the XLA device, beside a learner or without one"
-import os
-import subprocess, sys
+import tempfile
+from pathlib import Path
 
-import pytest, torch
+import own_process, pytest, torch
 import torch.nn.functional as F
 
 from fastai_xla.all import *
@@ -14,7 +14,7 @@ dev = device()
 
 def run(code):
     "`code` in a process of its own"
-    res = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, cwd=os.path.dirname(__file__))
+    with tempfile.TemporaryDirectory() as d: res = own_process.run(['-c', code], Path(d), Path(__file__).parent)
     assert res.returncode == 0, res.stdout+res.stderr
     return res.stdout
 

@@ -2,7 +2,9 @@
 var Scorer = {
   score: result => {
     const [docName, title, anchor, descr, score, filename] = result
-    if (['tutorials/speed', 'api/coverage'].includes(docName)) return score + 13
+    if (docName === 'tutorials/speed') return score + 13
+    if (docName === 'api/coverage') return score + 11
+    if (docName === 'api/learner') return score + 4
     if (docName === 'start' || docName.startsWith('howto/')) return score + 12
     if (docName.startsWith('tutorials/') || docName.startsWith('explanations/')) return score + 8
     return score + (/^(api\/|internals|changelog)/.test(docName) ? 0 : 4)

@@ -195,8 +195,8 @@ def _compiled(p, to, limit, verbose, again=False):
     told = f'{p.kind.capitalize()}, batch of {p.size}, for {to.name}' if verbose else ''
     return CompiledProgram(p, to, compile_for(p.bytecode, p.text, to, p.donated, p.split, p.layouts, p.sites, limit, told, again))
 
-_other_mesh = ("This learner is on {} devices (`to_xla(devices=...)`), and its programs are for as many, not for the {} of a {}. Ask for a slice of "
-               "that size, or set CPU_NUM_DEVICES={} before Python starts, without a TPU.")
+_other_mesh = ("This learner is on {} devices (`to_xla(devices=...)`), and its programs are for as many, not for the {} of a {}. "
+               "Ask for a slice of that size, or set CPU_NUM_DEVICES={} before Python starts, without a TPU.")
 
 def _target(topology, devices):
     "The TPU that is asked for; a learner on several devices has programs for as many"

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from itertools import chain
 from types import ModuleType
 
+from torch import nn
 from fastcore.all import *
 
 from .state import Refused
@@ -21,7 +22,7 @@ from .state import Refused
 # %% ../../nbs/api/05d_capture.effects.ipynb #95d5ad50
 _libraries = {'torch', 'torch_xla', 'torchvision', 'fastai', 'fastcore', 'fastai_xla', 'numpy', 'fasttransform',
     'plum', 'beartype', 'math', 'operator', '_operator', 'itertools', 'functools', '_functools', 'collections',
-    'contextlib', 'typing', 'types', 'abc', '_abc', 'enum', 'copy', 'dataclasses'}
+    'contextlib', 'packaging', 'typing', 'types', 'abc', '_abc', 'enum', 'copy', 'dataclasses'}
 _harmless = set('len isinstance issubclass getattr hasattr callable abs min max sum '
                 'any all iter next sorted id round divmod pow repr hash vars'.split())
 _changes = set('append appendleft extend extendleft insert remove pop popleft popitem '
@@ -71,6 +72,8 @@ def _effect_of_code(frame):
         if i.opname not in ('CACHE', 'PRECALL'): was = i
     return ''
 
+_call = nn.Module._call_impl.__code__   # runs whenever a module is called
+
 # %% ../../nbs/api/05d_capture.effects.ipynb #9d8a95ec
 @contextmanager
 def no_effects(
@@ -90,6 +93,7 @@ def no_effects(
     def watch(frame, event, arg):
         if found: return
         if event == 'call':
+            if frame.f_code is _call: reads and reads.called(frame.f_locals['self'])
             if _is_user(frame):
                 if frame.f_code not in seen: note(frame, _effect_of_code(frame))
                 seen.add(frame.f_code)

@@ -18,10 +18,10 @@ class Tape:
     "Numbers of a step: how each is made from the named ones, and which comparisons were made"
     def __init__(self,
         seed:int=0, # For the values that torch is shown
-        unread=frozenset(), # Keys of numbers to show otherwise though they would be shown as they are: nobody has branched on them
+        others={}, # Key of a number that is shown as it is -> what to add to it, to show another one
     ):
         self.ops,self.true,self.shown,self.hidden,self.names,self.memo,self.guards,self.rng = [],[],[],[],{},{},{},random.Random(seed)
-        self._unread = unread
+        self._others = others
 
     def _entry(self, op, args, true, shown, hidden=None):
         i = self.memo.setdefault((op, args), len(self.ops))
@@ -36,7 +36,8 @@ class Tape:
         hide:bool=True, # Show torch another number? One that it may branch on has to be shown as it is
     ): # A number to put in the place of `true`
         "A number that is another input at each step"
-        res = self._entry(None, key, true, self.rng.uniform(.05, .95) if hide else true + 7919 if key in self._unread else true, hide)
+        shown = self.rng.uniform(.05, .95) if hide else true + self._others.get(key, 0)
+        res = self._entry(None, key, true, shown, hide)
         self.names[key] = res._i
         return res
 
@@ -70,12 +71,9 @@ def evaluate(self:Tape,
     return res
 
 @patch
-def unread(self:Tape) -> frozenset: # Keys
-    "Numbers shown as they are on which no comparison depends"
-    used = {a[0] for _,args in self.guards for a in args if type(a) is tuple}
-    for i,(f,args) in reversed(list(enumerate(self.ops))):
-        if i in used and f is not None: used |= {a[0] for a in args if type(a) is tuple}
-    return frozenset(k for k,i in self.names.items() if i not in used and not self.hidden[i])
+def plain(self:Tape) -> list: # Keys
+    "Numbers that torch is shown as they are"
+    return [k for k,i in self.names.items() if not self.hidden[i]]
 
 @patch
 def holds(self:Tape,

@@ -9,8 +9,10 @@ __all__ = ['Reads']
 
 # %% ../../nbs/api/05f_capture.reads.ipynb #0094e06f
 import dis, functools, gc, random
-from collections import deque
+from collections import ChainMap, UserDict, UserList, deque
 from functools import partial
+from logging import Logger
+from operator import attrgetter, is_
 from types import BuiltinMethodType, FunctionType, MappingProxyType, MethodType, MethodWrapperType, ModuleType
 
 import numpy as np
@@ -20,7 +22,7 @@ from fastcore.all import *
 
 from ..runtime import *
 from ..graphs import *
-from .state import Kept, Refused
+from .state import Kept, Refused, checksum, content
 from .effects import is_library
 from .watch import of_batch
 
@@ -30,7 +32,9 @@ def _names(code):
     ins = list(dis.get_instructions(code))
     at = lambda *ops: frozenset(i.argval for i in ins if i.opname in ops)
     texts = frozenset(o for o in code.co_consts if isinstance(o, str) and o.isidentifier())
-    return at('LOAD_GLOBAL', 'LOAD_NAME'),at('LOAD_ATTR', 'LOAD_METHOD') | texts,at('STORE_ATTR')
+    names,attrs = at('LOAD_GLOBAL', 'LOAD_NAME'),at('LOAD_ATTR', 'LOAD_METHOD') | texts
+    made = 'getattr' in names and bool(at('BUILD_STRING', 'FORMAT_VALUE', 'FORMAT_SIMPLE', 'BINARY_OP', 'FOR_ITER'))
+    return names,attrs,at('STORE_ATTR'),made or 'vars' in names or '__dict__' in attrs
 
 # %% ../../nbs/api/05f_capture.reads.ipynb #e6d7d117
 _plain = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
@@ -64,7 +68,14 @@ def _put_back(v, was):
         v.clear()
         (v.update if isinstance(v, (dict, set)) else v.extend)(was)
 
-def _items(v): return list(v.values()) if isinstance(v, dict) else list(v) if isinstance(v, _lists) else []
+class _Same:
+    "Many things, which are compared by identity, and held so that no others get their ids"
+    def __init__(self, os): self.os = os
+    def __eq__(self, o): return isinstance(o, _Same) and len(self.os) == len(o.os) and all(map(is_, self.os, o.os))
+
+def _items(v):
+    if isinstance(v, np.ndarray) and v.dtype.hasobject: return list(v.flat)
+    return list(v.values()) if isinstance(v, dict) else list(v) if isinstance(v, _lists) else []
 
 # %% ../../nbs/api/05f_capture.reads.ipynb #95295532
 class Reads:
@@ -76,6 +87,8 @@ class Reads:
         self.known = set(known)
         self.numbers = {(i, k[0] if type(k) is tuple else k) for i,k in numbers}   # one of a pair such as `betas` stands for it
         self.places,self.codes,self.caches,self._seen,self._alive = {},set(),{},set(),[]
+        self.modules = []   # that are called, wherever they are held
+        self.more = set()   # names that an `attrgetter` reads
 
     def see(self,
         frame, # Of one of the user's functions, which begins
@@ -88,6 +101,8 @@ class Reads:
         self._seen.add(key)
         self._alive.append(own)   # so that nothing else gets these ids
         self.codes.add(code)
+        for v in (*own.values(), *map(frame.f_globals.get, _names(code)[0])):
+            if isinstance(v, attrgetter): self.more |= {k for o in v.__reduce__()[1] for k in o.split('.')}
         for n in _names(code)[0]: self._read(frame.f_globals, n, code, n)
         for n,v in own.items():
             if n in code.co_freevars: self._read({n: v}, n, code, n, v)
@@ -99,6 +114,15 @@ class Reads:
         for c in type(me).__mro__:   # a method may be patched
             for k in [k for k,f in vars(c).items() if k == code.co_name or getattr(f, '__code__', None) is code]:
                 self._read(vars(c), k, None, f'{c.__name__}.{k}', c)
+
+# %% ../../nbs/api/05f_capture.reads.ipynb #e6d7d119
+@patch
+def called(self:Reads,
+    m:nn.Module, # Module that is called within the step
+):
+    "Note a module"
+    if id(m) not in self._seen: self.modules.append(m)
+    self._seen.add(id(m))
 
 # %% ../../nbs/api/05f_capture.reads.ipynb #3e3ebd10
 @patch
@@ -119,7 +143,7 @@ def _read(self:Reads, d, k, code, path, owner=None, new=False):
 @patch
 def _walk(self:Reads, v, code, path, depth=0):
     "Follow the attributes whose names stand in the code, and all plain ones of objects that are no modules, callbacks or the like"
-    if isinstance(v, (torch.Tensor, *_plain)) or depth > 4 or (id(v), code) in self._seen: return
+    if isinstance(v, (torch.Tensor, Logger, *_plain)) or depth > 4 or (id(v), code) in self._seen: return
     self._seen.add((id(v), code))
     if hasattr(v, 'cache_info'): self.caches.setdefault(id(v), (v, v.cache_info().currsize))
     for o in _items(v)[:1000]:
@@ -129,8 +153,11 @@ def _walk(self:Reads, v, code, path, depth=0):
     if isinstance(v, dict):
         for k in [k for k in v if isinstance(k, _plain)][:1000]: self._read(v, k, None, f'{path}[{k}]', v)
     if isinstance(v, (*_lists, dict, MethodType)): return
-    _,attrs,stores = _names(code)
-    d,names = getattr(v, '__dict__', None),attrs
+    _,attrs,stores,any_name = _names(code)
+    d = getattr(v, '__dict__', None)
+    attrs = attrs | self.more | (d.keys() if any_name and isinstance(d, dict) else set())
+    if isinstance(v, (ChainMap, UserDict, UserList)): attrs = attrs | {'maps', 'data'}   # which their own code reads
+    names = attrs
     if isinstance(v, (ModuleType, type)):
         if is_library(v.__name__ if isinstance(v, ModuleType) else v.__module__): return
     elif isinstance(v, GetAttr): names = attrs - of_batch | {v._default}
@@ -140,7 +167,7 @@ def _walk(self:Reads, v, code, path, depth=0):
     if isinstance(d, dict):
         for k in names & d.keys(): self._read(d, k, code, f'{path}.{k}', v)
         for k in stores if id(d) not in self.known else (): self._read(d, k, None, f'{path}.{k}', v, new=True)
-    for k in {k for c in type(v).__mro__ for k in vars(c).get('__slots__', ()) if k in attrs | stores}:
+    for k in {k for c in type(v).__mro__ for k in listify(vars(c).get('__slots__')) if k in attrs | stores}:
         self._read(v, k, code, f'{path}.{k}', v, new=True)
     for c in () if isinstance(v, (ModuleType, FunctionType)) else (v if isinstance(v, type) else type(v)).__mro__:
         if not is_library(c.__module__):
@@ -151,10 +178,11 @@ def _walk(self:Reads, v, code, path, depth=0):
 def _kept(self:Reads, v):
     "What `v` is known by"
     with torch._C.DisableTorchFunctionSubclass():
-        if isinstance(v, torch.Tensor): return 'a tensor' if is_xla(v) else (id(v), v._version)
+        if isinstance(v, torch.Tensor): return 'a tensor' if is_xla(v) else (id(v), content(v))
     if isinstance(v, _plain): return type(v),v
-    if isinstance(v, np.ndarray): return (v.dtype, v.shape, v.tobytes()) if v.nbytes <= 1e6 and not v.dtype.hasobject else id(v)
-    if isinstance(v, (*_lists, dict)) and len(v) > 1000: return id(v),len(v)
+    if isinstance(v, np.ndarray):
+        return (v.dtype, v.shape, list(map(self._kept, v.flat)) if v.dtype.hasobject else checksum(v))
+    if isinstance(v, (*_lists, dict)) and len(v) > 1000: return id(v),_Same(_items(v))
     if isinstance(v, dict):
         return dict,tuple((k if isinstance(k, _plain) else id(k), self._kept(o)) for k,o in v.items() if (id(v), k) not in self.numbers)
     if isinstance(v, _lists): return type(v),tuple(map(self._kept, v))
@@ -168,13 +196,14 @@ def forget_new(self:Reads,
 ):
     "Leave out what only the step has had"
     self.places = {k: o for k,o in self.places.items() if k[0] not in new}
+    self.modules = [m for m in self.modules if id(m) not in new]
     self._alive = []
 
 # %% ../../nbs/api/05f_capture.reads.ipynb #069257ef
 @patch
 def restore(self:Reads) -> str: # The first such place; empty if there is none
     "Put back what the step has changed of objects that nobody else looks after"
-    found = ''
+    found,self.holder = '',None
     for d,k,kept,v,was,path,owner in self.places.values():
         now = _get(d, k)
         # of containers and arrays in place nobody else knows
@@ -183,7 +212,7 @@ def restore(self:Reads) -> str: # The first such place; empty if there is none
                  or isinstance(v, torch.Tensor) and is_xla(v) and was is not None and pending([v])[0])
         moved = moved or any(a is not b for a,b in zip(_items(v), _items(was)) if isinstance(a, torch.Tensor))
         if not moved and self._kept(now) == kept: continue
-        found = found or path
+        if not found: found,self.holder = path,owner
         if now is v or isinstance(v, torch.Tensor): _put_back(v, was)
         if now is not v:
             if isinstance(d, dict): d.pop(k, None) if v is _missing else d.update({k: v})

@@ -16,10 +16,12 @@ from ..runtime import *
 from ..mesh import *
 from ..graphs import *
 from ..transfer import *
+from ..draws import *
 from .state import *
 from .step import *
 from .step import _typed
 from .values import *
+from .watch import *
 
 # %% ../../nbs/api/05h_capture.recording.ipynb #624bd602
 _whole = '{replicated}'   # as what nothing has been said about
@@ -31,34 +33,42 @@ class Recording:
         places, # As for `Trace`
         inputs:list, # As for `Trace`
         numbers, # Function that gives the `Numbers` of the step
+        watched=(), # Modules whose settings somebody else looks at
     ):
         self.fn,self.places,self.get_numbers,self.device = fn,places,numbers,here()
         self.runs,self.checks,self.proved,self.doubts,self.moved = 0,0,False,{},''
+        self.pinned = {}   # number of the tape -> the only value that it may have
+        self.near = set()   # keys of numbers that torch is not shown far away
         self.audited,self.since = 0,0   # the pass over a dataloader, and `runs`, at the last audit
-        first = Trace(fn, places, inputs, numbers(), seed=1, search=True)
-        self.numbers = numbers()
-        Trace(fn, places, inputs, self.numbers, seed=2, then=lambda t: self._compile(first, t))
+        with python_lock:
+            first = Trace(fn, places, inputs, numbers(), seed=1, search=True)
+            self.numbers = numbers()
+            Trace(fn, places, inputs, self.numbers, seed=2, then=lambda t: self._compile(first, t))
+        self._watch(watched)
 
-    def _compile(self, first, trace):
-        for n in 'tape hash sources names ids buffers consts meanings updated replaced outs counts grads reads n_draws'.split():
-            setattr(self, n, getattr(trace, n))
-        self._compare(first)
-        self.reads.find_variables()
-        known = known_constants()
-        for k,c in self.consts.items():
-            if self.buffers[k] == first.buffers[k] and self.buffers[k] not in known and (c.dim() or self.ids[k] == first.ids[k] >= 0):
-                raise Refused(f"the step reads a tensor of shape {tuple(c.shape)} that is no attribute of the model, the loss or "
-                              f"a callback, where a change of it would go unseen; make it a buffer of a module, or an attribute")
-        self.shapes = {k: (t.dtype, t.shape, True) for k,(t,(kind,_)) in enumerate(zip(trace.ts, self.sources)) if kind == 'state'}
-        self.layouts = {k: layout(t) or _whole for k,t in enumerate(trace.ts)}
-        self.of_modules = trace.memory.of_modules
-        in_place = {i for i,_ in self.updated}
-        self.handle = compile_graph(trace.roots,
-                                    [t for t,(kind,at) in zip(trace.ts, self.sources) if kind == 'state' and in_place.issuperset(at)])
-        self.kept = {k: trace.ts[k] for k in self.consts}
-        self.weights = [trace.memory.readers[i][0] for i,_ in self.updated if i in trace.memory.weights]
-        self.updated = [(trace.memory.readers[i][0], r) for i,r in self.updated]
-        self._plan()
+# %% ../../nbs/api/05h_capture.recording.ipynb #624bd603
+@patch
+def _compile(self:Recording, first, trace):
+    for n in 'tape hash sources names ids buffers consts meanings updated replaced outs counts grads reads n_draws'.split():
+        setattr(self, n, getattr(trace, n))
+    self.drawn = trace.draws.fs
+    self._compare(first)
+    self.reads.find_variables()
+    known = known_constants()
+    for k,c in self.consts.items():
+        if self.buffers[k] == first.buffers[k] and self.buffers[k] not in known and (c.dim() or self.ids[k] == first.ids[k] >= 0):
+            raise Refused(f"the step reads a tensor of shape {tuple(c.shape)} that is no attribute of the model, the loss or "
+                          f"a callback, where a change of it would go unseen; make it a buffer of a module, or an attribute")
+    self.shapes = {k: (t.dtype, t.shape, True) for k,(t,(kind,_)) in enumerate(zip(trace.ts, self.sources)) if kind == 'state'}
+    self.layouts = {k: layout(t) or _whole for k,t in enumerate(trace.ts)}
+    self.of_modules = trace.memory.of_modules
+    in_place = {i for i,_ in self.updated}
+    self.handle = compile_graph(trace.roots,
+                                [t for t,(kind,at) in zip(trace.ts, self.sources) if kind == 'state' and in_place.issuperset(at)])
+    self.kept = {k: trace.ts[k] for k in self.consts}
+    self.weights = [trace.memory.readers[i][0] for i,_ in self.updated if i in trace.memory.weights]
+    self.updated = [(trace.memory.readers[i][0], r) for i,r in self.updated]
+    self._plan()
 
 # %% ../../nbs/api/05h_capture.recording.ipynb #5a3c4001
 @patch
@@ -67,6 +77,7 @@ def _compare(self:Recording, other):
     if other.hash != self.hash or len(other.names) != len(self.names): raise Refused("the graph of the step is not the same each time")
     self.names = [{n: r for n,r in a.items() if n in b} for a,b in zip(self.names, other.names)]
     if not all(self.names): raise Refused("the step does not find its inputs in the same places each time")
+    if not other.draws.made_by(self.drawn): raise Refused("the step draws other random numbers on the host each time")
     if other.tape.ops != self.tape.ops or other.tape.guards != self.tape.guards:
         raise Refused("the step computes its Python numbers in different ways")
     for k,c in other.consts.items():
@@ -85,6 +96,25 @@ def _doubt(self:Recording, k, c):
     self.doubts.pop(k, None)
     certain = any(self.tape.hidden[i] for i in self.meanings[k]) or not torch.equal(self.consts[k], c)
     if self.meanings[k] and not certain: self.doubts[k] = {i: self.tape.true[i] for i in self.meanings[k]}
+
+# %% ../../nbs/api/05h_capture.recording.ipynb #5a3c4005
+@patch
+def _watch(self:Recording, watched):
+    ids = set(map(id, watched))
+    ms = [m for m in self.reads.modules if id(m) not in ids]
+    parts = {id(c) for m in ms for c in m.modules() if c is not m}
+    watches = [Watch(m) for m in ms if id(m) not in parts]
+    self.watches,self.reads.modules = [(w, w.now()) for w in watches],[]
+
+@patch
+def _set(self:Recording):
+    "A setting of a watched module that is another than in the step; empty if there is none"
+    for w,was in self.watches:
+        try:
+            if same(w.now(), was): continue
+        except (AttributeError, KeyError): pass   # gone
+        return f'a setting of {type(w.roots[0]).__name__}'
+    return ''
 
 # %% ../../nbs/api/05h_capture.recording.ipynb #5a3c4011
 @patch
@@ -126,9 +156,11 @@ def verify(self:Recording,
         raise Refused("a number that changes and a constant of the graph look the same "
                       "in one step after another, so that each would have to be traced")
     self._retrace(inputs)
-    found = self._found()
-    try: self._retrace(inputs, self.tape.unread())   # tells numbers from constants that happen to be equal
-    except Exception: self.names,self.meanings,self.doubts = found
+    # tells numbers from constants that happen to be equal, too
+    taken = self._taken(inputs, [k for k in self.tape.plain() if self.tape.names[k] not in self.pinned])
+    for k in [] if self.numbers.later else taken:   # of several steps, each has its own
+        i = self.tape.names[k]
+        self.pinned[i] = self.tape.true[i]
     self._plan()
 
 @patch
@@ -144,10 +176,40 @@ def audit(self:Recording,
 def _found(self:Recording): return self.names,dict(self.meanings),dict(self.doubts)
 
 @patch
-def _retrace(self:Recording, inputs, unread=frozenset()):
-    trace = Trace(self.fn, self.places, inputs, self.get_numbers(), seed=3, unread=unread)
+def _retrace(self:Recording, inputs, others={}):
+    with python_lock: trace = Trace(self.fn, self.places, inputs, self.get_numbers(), seed=3, others=others)
     self.tape.true = trace.tape.true
     self._compare(trace)
+
+# %% ../../nbs/api/05h_capture.recording.ipynb #222b0014
+@patch
+def _others(self:Recording, keys):
+    "What to add to each number: far away, odd and each its own, for indices, bounds and bits; or little"
+    def little(k): return 3 if isinstance(self.tape.true[self.tape.names[k]], int) else .01
+    return {k: little(k) if k in self.near else 16*(211+37*i)+15 for i,k in enumerate(keys)}
+
+@patch
+def _differs(self:Recording, inputs, keys):
+    "Is the step another where torch is shown other numbers?"
+    found = self._found()
+    try: self._retrace(inputs, self._others(keys))
+    except Exception: self.names,self.meanings,self.doubts = found
+    else: return False
+    return True
+
+@patch
+def _taken(self:Recording, inputs, keys):
+    """Numbers that something has taken as they are, as C code and containers do: where torch is shown others, the step is another
+
+    The tape knows nothing of that, so they are looked for by halves"""
+    if not keys or not self._differs(inputs, keys): return []
+    if self.numbers.later: return keys
+    if len(keys) == 1 and keys[0] not in self.near:
+        self.near.add(keys[0])   # `1-beta**n` is 1 for all `n` that are far
+        return self._taken(inputs, keys)
+    n = len(keys)//2
+    return self._taken(inputs, keys[:n]) + self._taken(inputs, keys[n:]) if n else keys
+
 
 # %% ../../nbs/api/05h_capture.recording.ipynb #182e33fa
 def _shape(reader):
@@ -167,15 +229,17 @@ def ready(self:Recording,
     untouched:bool=False, # Is it known that nobody's code has run since the last step?
 ) -> bool:
     "Compute the step's Python numbers. Do they, and what the user's functions read, allow it to go as recorded?"
-    if not untouched: self.moved = self.reads.moved()
+    if not untouched: self.moved = self.reads.moved() or self._set()
     if not untouched and self.laid and any(_layout(r) != was for r,was in self.laid): return False
     if self.moved or any(_shape(r) != shape for r,shape in (self.own if untouched else self.attrs)): return False
     values = self.numbers.values()
     self.values = None if values is None else self.tape.evaluate(values)
     if self.values is None or not self.tape.holds(self.values): return False
+    if any(self.values[i] != v for i,v in self.pinned.items()): return False
     if any(self.values[i] != v for was in self.doubts.values() for i,v in was.items()): self.proved = False
     return True
 
+# %% ../../nbs/api/05h_capture.recording.ipynb #182e33fb
 @patch
 def alone(self:Recording) -> bool:
     "Has nobody made an alias or a view of parameters and buffers that the step updates? It would not follow"
@@ -211,11 +275,13 @@ def run(self:Recording,
     state = self._read()
     self.settled = not untouched and any(pending(state))
     if self.settled: settle_tensors()   # somebody has changed it between the steps
-    rng = rng_state()
-    pool = state + self._seeds() + self.fixed + self._send_numbers() + list(inputs)
+    rng,on_host = rng_state(),host_rng() if self.drawn else None
+    inputs = [*inputs, *send_batch([t for f in self.drawn for t in f()], self.device, split=False)]
+    pool = state + self._seeds() + self.fixed + self._send_numbers() + inputs
     try: res = run_graph(self.handle, [pool[i] for i in self.order])
     except RuntimeError:
         manual_seed(rng)
+        if self.drawn: set_host_rng(on_host)
         raise
     for i,r in self.in_place: set_data(state[i], res[r])
     for (f,*a),r in self.elsewhere: set_data(f(*a), res[r])

@@ -8,6 +8,8 @@ Docs: https://fastai-xla.github.io/fastai_xla/api/capture.step.html.md"""
 __all__ = ['aliased', 'Trace']
 
 # %% ../../nbs/api/05g_capture.step.ipynb #67e4bf52
+import gc
+
 import torch
 from torch import nn
 from fastcore.all import *
@@ -15,6 +17,7 @@ from fastcore.all import *
 from ..runtime import *
 from ..graphs import *
 from ..transfer import *
+from ..draws import *
 from .numbers import *
 from .state import *
 from .effects import no_effects
@@ -35,17 +38,19 @@ class Trace:
         numbers:Numbers, # Python numbers that may change
         seed:int, # For the numbers that torch is shown
         then=noop, # Called with the trace while its graph is there
-        unread=frozenset(), # As for `Tape`
+        others={}, # As for `Tape`
         search=False, # Look for tensors that the step changes and that are in none of the places?
     ):
         settle_tensors()
-        self.inputs,self.tape,rng,before = inputs,Tape(seed, unread),rng_state(),places()
+        self.inputs,self.tape,rng,before = inputs,Tape(seed, others),rng_state(),places()
         manual_seed(rng)   # where numbers have been drawn already, the next ones begin a graph of their own
         self.memory,self.given,c0,self.seeds = Memory(before, inputs, search),buffers(inputs),xla_counts(),[rng]
+        self.draws = Draws()
         self.reads = Reads([*before.keys, *map(id, numbers.dicts)], numbers.places)
         numbers.show(self.tape)
         try:
             outs = self._steps(fn, numbers)
+            self.given += buffers(self.draws.sent)
             self.n_draws = n_draws(self.seeds[-1], rng_state())
             c = xla_counts() - c0
             if c.fallbacks: raise Refused(f"operators without an XLA kernel run on the CPU: {', '.join(c.fallbacks)}")
@@ -67,13 +72,13 @@ def _steps(self:Trace, fn, numbers):
     "What each step returns, of those that are recorded as one"
     if any(n_holders([self.memory.tensors[i] for i in self.memory.weights])): raise Refused(aliased)   # a trace would part them
     try:
-        with (no_host_draws(), shared_scalars(), recorded_math(), torch.autograd.set_multithreading_enabled(False),
+        with (no_host_draws(), self.draws.noted(), shared_scalars(), recorded_math(), torch.autograd.set_multithreading_enabled(False),
               no_effects(self.reads)):
             outs = [self._step(fn, j, numbers) for j in range(len(numbers.later)+1)]
     finally: changed = self.reads.restore()
     if changed:
         raise Refused(f"{changed} changes within the step; in `before_batch` "
-                      f"and `after_batch` callbacks run as Python at every batch")
+                      f"and `after_batch` callbacks run as Python at every batch", holder=self.reads.holder)
     return outs
 
 @patch
@@ -91,6 +96,8 @@ def _changed(self:Trace, before, after, numbers):
     "Sort what has changed into updates, replacements and numbers"
     new = {i: keys for i,(_,keys,_) in after.keys.items()}
     scratch = {(id(d), k): (path, d, k) for d,k,v,path in after.tensors}
+    def on_xla(ts): return bool(ts) and all(isinstance(t, torch.Tensor) and is_xla(t) for t in ts)
+    scratch |= {(id(d), k): (path, d, k) for d,k,v,(leaves,_),path in after.trees if on_xla(leaves)}
     for i,(d,keys,path) in before.keys.items():
         other = [k for k in keys if k not in d] + [k for k in new.get(i, keys) if k not in keys and (i, k) not in scratch]
         if other: raise Refused(f"{path}{key_name(other[0])} comes or goes within the step")
@@ -133,7 +140,7 @@ def _tree_changed(self:Trace, v, leaves, path):
 
 @patch
 def _count(self:Trace, d, k, name):
-    try: new = get_number(d, k)
+    try: new = d[k] if is_xla(d.get(k)) else get_number(d, k)   # which would read it
     except LookupError: new = None   # gone
     if isinstance(new, Tracked):
         if new._i != self.tape.names[name]: self.counts.append((d, k, (new._i,)))
@@ -149,6 +156,15 @@ def _typed(t, kind):
     t = torch.Tensor._make_subclass(kind[0], t)
     t.__dict__.update(kind[1])
     return t
+
+_in_object = ("the step gives a {}, an object with tensors in it, which would never be computed; "
+              "a tuple, a dict or a dataclass can be recorded")
+
+def _holds(o):
+    "Are there tensors of the trace in the attributes or slots of `o`?"
+    if isinstance(o, (type, nn.Module, str, int, float, type(None))): return False
+    found = [t for r in gc.get_referents(o) if not isinstance(r, type) for t in (r, *gc.get_referents(r))]
+    return any(pending([t for t in found if isinstance(t, torch.Tensor) and is_xla(t)]))
 
 @patch
 def _collect(self:Trace, outs):
@@ -168,6 +184,8 @@ def _collect(self:Trace, outs):
     self.updated = [(i, root(self.memory.tensors[i])) for i in self.updated]
     self.replaced = [(d, k, *tree(v)) for d,k,v in self.replaced]
     self.grads = [(p, None if g is None else root(g)) for p,g in self.grads]
+    odd = first(o for o in flatten(outs)[0] if not isinstance(o, torch.Tensor) and _holds(o))
+    if odd is not None: raise Refused(_in_object.format(type(odd).__name__))
     self.outs = tree(outs)
 
 # %% ../../nbs/api/05g_capture.step.ipynb #1b946704

@@ -8,31 +8,27 @@ Docs: https://fastai-xla.github.io/fastai_xla/api/capture.values.html.md"""
 __all__ = ['no_host_draws', 'HostNumber', 'number_keys', 'get_number', 'put_number', 'Numbers']
 
 # %% ../../nbs/api/05c_capture.values.ipynb #8842ed62
-import random
 from contextlib import contextmanager
 
 import numpy as np
 import torch
 from fastcore.all import *
 
+from ..draws import *
 from .numbers import *
 from .state import *
 
 # %% ../../nbs/api/05c_capture.values.ipynb #1209ae9a
-def _host_rng(): return random.getstate(),np.random.get_state(),torch.get_rng_state()
-
 @contextmanager
 def no_host_draws():
     "Refuse a block that draws random numbers on the host, and put the random states back"
-    py,npy,tch = _host_rng()
+    py,npy,tch = was = host_rng()
     try: yield
     finally:
-        py2,npy2,tch2 = _host_rng()
+        py2,npy2,tch2 = host_rng()
         same = dict(random=py == py2, numpy=npy[2] == npy2[2] and (npy[1] == npy2[1]).all(), torch=torch.equal(tch, tch2))
         drawn = [n for n,o in same.items() if not o]
-        random.setstate(py)
-        np.random.set_state(npy)
-        torch.set_rng_state(tch)
+        set_host_rng(was)
     if drawn:
         raise Refused(f"the step draws random numbers on the host (with {drawn[0]}); "
                       f"draw them on the device, e.g. torch.rand(n, device=x.device)")
@@ -52,23 +48,22 @@ class HostNumber(torch.Tensor):
         with torch._C.DisableTorchFunctionSubclass(): return f(*args, **(kwargs or {}))
 
 # %% ../../nbs/api/05c_capture.values.ipynb #43fdc348
-def _is_number(v): return isinstance(v, (int, float)) and not isinstance(v, bool)
+def _is_number(v): return isinstance(v, (int, float, np.integer, np.floating)) and not isinstance(v, bool)
 
 def number_keys(
     d:dict, # Hyper-parameters of one group
 ) -> list: # Key, or (key, index)
     "Where there are numbers in `d`, and in tuples in it"
-    return ([k for k,v in d.items() if _is_number(v)]
+    return ([k for k,v in d.items() if _is_number(v) or _on_host(v)]
             + [(k, j) for k,v in d.items() if type(v) is tuple for j,o in enumerate(v) if _is_number(o)])
 
 def get_number(
     d:dict, # Any dict
     key, # As from `number_keys`
 ):
-    "The number there, also if it is in a tensor on the host"
-    if type(key) is tuple: return d[key[0]][key[1]]
-    v = d[key]
-    return v.item() if isinstance(v, torch.Tensor) else v
+    "The number there, also if it is numpy's, or in a tensor on the host"
+    v = d[key[0]][key[1]] if type(key) is tuple else d[key]
+    return v.item() if isinstance(v, (torch.Tensor, np.generic)) else v
 
 def put_number(
     d:dict, # Any dict

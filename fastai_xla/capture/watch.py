@@ -17,6 +17,7 @@ from fastcore.all import *
 
 from ..runtime import *
 from .effects import is_library
+from .state import content
 
 # %% ../../nbs/api/05e_capture.watch.ipynb #c28216b8
 _plain = (int, float, str, bool, type(None))
@@ -54,7 +55,7 @@ class Watch:
         "All of it as it is now"
         # types first: a tensor in the place of a number is not compared with it
         objs,vals = [d[k] for d,k in (*self.objects, *self.host)],[_type(d[k]) for d,k in self.user]
-        vals += [d[k] for d,k in self.values] + [d[k]._version for d,k in self.host]
+        vals += [d[k] for d,k in self.values] + [content(d[k]) for d,k in self.host]
         for d in self.children: objs += d.values()
         vals += [len(d) for d in self.dicts] + [f(d[k]) for d,k,f in self.lists]
         for p in self.params:

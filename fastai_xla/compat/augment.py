@@ -10,6 +10,8 @@ __all__ = ['apply_perspective', 'mask_tensor', 'inside', 'encodes', 'cutout_gaus
 # %% ../../nbs/api/04i_compat.augment.ipynb #9d0d97b1
 import random, warnings
 from functools import partial
+from types import SimpleNamespace
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -20,6 +22,7 @@ from fastai.torch_core import TensorImage, TensorMask
 from fastai.vision.augment import AffineCoordTfm, RandomErasing, RandomResizedCropGPU
 
 from ..runtime import *
+from ..draws import *
 
 # %% ../../nbs/api/04i_compat.augment.ipynb #483fca0e
 def _on_xla(orig):
@@ -62,11 +65,12 @@ def _encode(self:AffineCoordTfm, x, mode, reverse=False):
 @_on_xla(_stock('mask_tensor'))
 def mask_tensor(x, p=0.5, neutral=0., batch=False):
     if p == 1.: return x
-    if batch: return (x-neutral)*float(random.random() < p) + neutral
+    if batch: return (x-neutral)*drawn(lambda: [torch.tensor(float(random.random() < p))], x.device)[0] + neutral
     keep = torch.empty(x.shape, device=x.device).bernoulli_(p).to(x.dtype)
     return (x-neutral)*keep + neutral
 
 for _f in (_grid_sample, apply_perspective, mask_tensor): setattr(augment, _f.__name__, _f)
+augment.random = BatchRandom('_def_draw', here)
 
 # %% ../../nbs/api/04i_compat.augment.ipynb #2619e0c0
 def _crop_matrix(
@@ -92,18 +96,42 @@ def _crop_index(n, start, length, out):
 _no_size = ("Random crops without a size give each batch another shape, and XLA compiles a graph for each, which takes far "
             "longer than a step. Give them one: `aug_transforms(size=224, min_scale=.6)`.")
 
+# %% ../../nbs/api/04i_compat.augment.ipynb #04i00005
+_crops = WeakKeyDictionary()   # transform -> where its last crop begins, and its size
+
+def _size_of(b): return _size_of(b[0]) if isinstance(b, (tuple, list)) else b.shape[-2:]
+def _is_on_xla(b): return _is_on_xla(b[0]) if isinstance(b, (tuple, list)) else is_xla(b)
+
+@patch
+def before_call(self:RandomResizedCropGPU, b, split_idx):
+    "Draw where the crop begins, and its size"
+    if self.size is None or not _is_on_xla(b): return self._orig_before_call(b, split_idx)
+    size,self.do = _size_of(b),True
+    def draw():
+        crop = SimpleNamespace(**vars(self))   # attributes that change would be another step
+        RandomResizedCropGPU._orig_before_call(crop, torch.empty(0, *size), split_idx)
+        _crops[self] = crop.tl,crop.cp_size
+        return []
+    drawn(draw, here())
+
 @patch
 def _encode(self:RandomResizedCropGPU, x, mode):
     if is_xla(x) and self.size is None: warnings.warn(_no_size)
-    if self.size is None or not is_xla(x) or not isinstance(x, (TensorImage, TensorMask)): return self._orig__encode(x, mode)
-    rows,cols = list(zip(x.shape[-2:], self.tl, self.cp_size, self.size))
+    if self.size is None or not is_xla(x): return self._orig__encode(x, mode)
+    if not isinstance(x, (TensorImage, TensorMask)):   # by fastai's code, for which the numbers are constants
+        if tracing_draws(): raise RuntimeError(f"a random crop of {type(x).__name__}")
+        tl,cp_size = _crops[self]
+        return RandomResizedCropGPU._orig__encode(SimpleNamespace(**vars(self) | dict(tl=tl, cp_size=cp_size)), x, mode)
+    n,dtype = x.shape[-2:],x.dtype
+    def axes(): return list(zip(n, *_crops[self], self.size))
+    def index(): return [torch.from_numpy(_crop_index(*o)) for o in axes()]
+    def matrices():
+        d = max(min(l/o for _,_,l,o in axes())/2, 1)
+        return [torch.from_numpy(_crop_matrix(n, a, l, l if d == 1 else int(l*(1/d)), o)).to(dtype) for n,a,l,o in axes()]
+    a,b = drawn(index if mode == 'nearest' else matrices, x.device)
     t = x.as_subclass(torch.Tensor)
-    if mode == 'nearest':
-        (r,c) = (torch.from_numpy(_crop_index(n, a, l, o)).to(x.device) for n,a,l,o in (rows, cols))
-        return t.index_select(-2, r).index_select(-1, c).as_subclass(type(x))
-    d = max(min(l/o for _,_,l,o in (rows, cols))/2, 1)
-    h,w = (torch.from_numpy(_crop_matrix(n, a, l, l if d == 1 else int(l*(1/d)), o)).to(x.device, t.dtype) for n,a,l,o in (rows, cols))
-    return (h @ t @ w.t()).as_subclass(type(x))
+    res = t.index_select(-2, a).index_select(-1, b) if mode == 'nearest' else a @ t @ b.t()
+    return res.as_subclass(type(x))
 
 # %% ../../nbs/api/04i_compat.augment.ipynb #b3a7aa0f
 def inside(x, rl, rh, cl, ch):
@@ -111,20 +139,29 @@ def inside(x, rl, rh, cl, ch):
     r,c = (torch.arange(n, device=x.device) for n in x.shape[-2:])
     return ((r >= rl) & (r < rh))[:,None] & ((c >= cl) & (c < ch))
 
+_wanted = WeakKeyDictionary()   # transform -> is anything to be erased in this batch?
+
 @patch
 def before_call(self:RandomErasing, b, split_idx):
     "This function can be overridden. Set `self.do` based on `self.p`"
-    self._orig_before_call(b, split_idx)
-    while isinstance(b, (tuple, list)): b = b[0]
-    self._wanted = self.do
-    if is_xla(b): self.do = True
+    if not _is_on_xla(b): return self._orig_before_call(b, split_idx)
+    p,self.do = self.p,True
+    def draw():
+        coin = SimpleNamespace(p=p)
+        RandomErasing._orig_before_call(coin, None, split_idx)
+        _wanted[self] = coin.do
+        return []
+    drawn(draw, here())
 
 @RandomErasing
 def encodes(self, x:TensorImage):
-    count = random.randint(1, self.max_count) if getattr(self, '_wanted', True) else 0
-    areas = [self._bounds(x.shape[-2]*x.shape[-1]/count, *x.shape[-2:]) for _ in range(count)]
-    if is_xla(x): areas += [(0,0,0,0)]*(self.max_count-count)
-    return augment.cutout_gaussian(x, areas)
+    h,w = x.shape[-2:]
+    def areas(n): return [self._bounds(h*w/n, h, w) for _ in range(n)]
+    if not is_xla(x): return augment.cutout_gaussian(x, areas(random.randint(1, self.max_count)))
+    def draw():
+        found = areas(random.randint(1, self.max_count)) if _wanted.get(self, True) else []
+        return [torch.tensor(found + [(0,0,0,0)]*(self.max_count-len(found)))]
+    return augment.cutout_gaussian(x, list(drawn(draw, x.device)[0]))
 
 @_on_xla(_stock('cutout_gaussian'))
 def cutout_gaussian(x, areas):

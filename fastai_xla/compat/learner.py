@@ -63,13 +63,17 @@ def _note(rec, replayed):
     learn.smooth_loss = rec.smooth_loss.value if replayed.smooth_loss is None else replayed.smooth_loss
     rec.losses.append(learn.smooth_loss)
 
+def _mets(rec, training):
+    "The recorder's metrics: none where a package has put methods of its own in the place of fastai's, which keep them elsewhere"
+    return getattr(rec, '_train_mets' if training else '_valid_mets', ())
+
 @patch
 def after_batch(self:Recorder):
     "Update all metrics and records lr and smooth loss in training"
     replayed = self.learn.__dict__.get('replayed')
-    if replayed is not None: return _note(self, replayed)
+    if replayed is not None and hasattr(self, '_train_mets'): return _note(self, replayed)
     if not is_xla(self.learn.loss): return self._orig_after_batch()
-    for met in self._train_mets if self.training else self._valid_mets: _begin(met)
+    for met in _mets(self, self.training): _begin(met)
     with kept_on_device(self.learn): self._orig_after_batch()
 
 # %% ../../nbs/api/04b_compat.learner.ipynb #bfa7b52d
@@ -94,7 +98,7 @@ def after_train(self:Recorder):
     # else a long fit would go through all its losses in each epoch
     home,self.losses = self.losses[:self._n_home],self.losses[self._n_home:]
     try:
-        fetch_attrs(self, *self._train_mets)
+        fetch_attrs(self, *_mets(self, True))
         if is_xla(self.learn.loss): _warn_nan(self, len(home))
     finally: self.losses = home + self.losses
     self._n_home = len(self.losses)
@@ -103,7 +107,7 @@ def after_train(self:Recorder):
 @patch
 def after_validate(self:Recorder):
     "Log loss and metric values on the validation set"
-    fetch_attrs(*self._valid_mets)
+    fetch_attrs(*_mets(self, False))
     self._orig_after_validate()
 
 @patch

@@ -1,4 +1,4 @@
-"""The same training on several backends: do their loss curves part by rounding, or by a fault?
+"""The same training on several backends: do their loss curves diverge because of rounding, or because of a bug?
 
 Docs: https://fastai-xla.github.io/fastai_xla/api/parity.backends.html.md"""
 

@@ -1,4 +1,4 @@
-"""Every call that a model makes, noted once in float64, and repeated alone on any device
+"""Every call that a model makes, recorded once in float64 and repeated in isolation on any device
 
 Docs: https://fastai-xla.github.io/fastai_xla/api/parity.calls.html.md"""
 

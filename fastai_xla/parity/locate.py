@@ -1,4 +1,4 @@
-"""Which layer, which operator, forward or backward, on which backend: the first place where a model computes something else
+"""Which layer, which operator, forward or backward, on which backend: the first place where a model computes something wrong
 
 Docs: https://fastai-xla.github.io/fastai_xla/api/parity.locate.html.md"""
 

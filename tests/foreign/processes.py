@@ -1,15 +1,15 @@
 "Runs of a notebook, each in a process of its own that is forked from one which has imported fastai"
 import json, os, signal, sys, tempfile, time, traceback
 from pathlib import Path
+from ..conftest import quick_compiles
 from . import child
 from .notebooks import is_export
 
-fast_compiles = '--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true'
 start_seconds = 240   # Until the first cell: imports, the recipe's setup
 
 def environment():
     "Before fastai is imported"
-    os.environ.update(PJRT_DEVICE='CPU', MPLBACKEND='agg', IN_TEST='1', HF_HUB_OFFLINE='1', XLA_FLAGS=fast_compiles)
+    os.environ.update(PJRT_DEVICE='CPU', MPLBACKEND='agg', IN_TEST='1', HF_HUB_OFFLINE='1', XLA_FLAGS=quick_compiles)
 
 def _work_folder(folder, notebooks):
     "Where cells run: an empty folder with links to what lies beside the notebooks"
