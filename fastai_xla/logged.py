@@ -206,18 +206,17 @@ def _abandon(self:Logged):
 def log_of(self:Replay) -> Logged|None:
     "What does the learner's batches where a part of its code is not known"
     if self.n_steps > 1 or mesh() is not None or not unknown_code(self.learn): return None
-    getattr(self.learn.dls, 'n_inp', None)   # which reads an item the first time
     if self.by_log is None:
         self.by_log = Logged(self)
         self.by_log.start()
     return self.by_log
 
 @patch
-def traced_batch(self:Replay, b, why):
+def traced_batch(self:Replay, b, why=''):
     "A batch as without a replay"
     learn = self.learn
     self.begin()
     self.open,self.raws,self.later = False,None,[]
-    self.plain[why] += 1
+    if why: self.plain[why] += 1
     learn._split(b.batch() if isinstance(b, RawBatch) else learn._set_device(b))
     learn._with_events(learn._do_one_batch, 'batch', CancelBatchException)

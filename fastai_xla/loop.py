@@ -83,8 +83,8 @@ def _logged_batches(self:Learner, log, i, raws):
     "Batches of a learner with code of the user's"
     for j,b in enumerate(raws):
         self.iter = i+j
-        if log.serves(): log.one_batch(b)
-        else: _replay(self).traced_batch(b, log.off[self.training])
+        if log.serves() and not _uncounted(self): log.one_batch(b)
+        else: _replay(self).traced_batch(b, log.off.get(self.training, ''))
 
 # %% ../nbs/api/06c_loop.ipynb #bdcf89ea
 @patch

@@ -59,6 +59,11 @@ def _unknown_opt(opt):
     cbs = [cb for o in (opt, inner) for cb in getattr(o, 'cbs', ())]
     return '' if is_known(opt) and is_known(inner) and all(map(is_known, cbs)) else type(opt).__name__
 
+def _known_transform(f):
+    encodes = getattr(f, 'encodes', None)
+    methods = getattr(getattr(encodes, '_f', encodes), 'methods', ())
+    return is_known(f) and is_known([m.implementation for m in methods]) and is_known(list(getattr(f, '__dict__', {}).values()))
+
 def unknown_code(
     learn:Learner, # Learner on an XLA device
 ) -> str: # Empty where all is of libraries
@@ -67,7 +72,7 @@ def unknown_code(
         own = [k for k in cb.__dict__ if k in _events]
         if own or not is_known(type(cb)) and _acts(cb, _events): return type(cb).__name__
     tfms = getattr(getattr(learn.dls, 'after_batch', None), 'fs', ())
-    tfm = first(f for f in tfms if not is_known(f) or not all(map(is_known, getattr(f, 'encodes', None) and f.encodes.funcs or ())))
+    tfm = first(f for f in tfms if not _known_transform(f))
     if tfm is not None: return type(tfm).__name__
     met = first(m for m in learn.metrics if not is_known(m) or not is_known(getattr(m, 'func', m)))
     if met is not None: return getattr(met, 'name', type(met).__name__)

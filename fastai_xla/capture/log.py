@@ -51,9 +51,15 @@ class Log(TorchFunctionMode, Arguments):
     def refuse(self, why): self.refused = self.refused or why
 
 # %% ../../nbs/api/05l_capture.log.ipynb #267fe386
+_scalars = {'alpha', 'beta', 'value'}   # numbers to torch, also where they are given as tensors
+
+def _plain_scalars(kwargs):
+    return {k: v.item() if k in _scalars and isinstance(v, T) and not is_xla(v) and v.dim() == 0 else v for k,v in kwargs.items()}
+
 @patch
 def __torch_function__(self:Log, f, types, args=(), kwargs=None):
     if self.busy: return f(*args, **(kwargs or {}))
+    if kwargs and not _scalars.isdisjoint(kwargs): kwargs = _plain_scalars(kwargs)
     if self.answering and (kids := self.cur.kids):
         n = kids[0]
         if n.f is f or n.wrapper and n.f == f:
@@ -245,6 +251,6 @@ def _new_node(self:Log, f, args, kwargs, key, before):
         n.ints = False
     else: t = [self._template(a, count, n.ints, n.floats) for a in args]
     n.args = (tuple, t),{k: self._template(v, count, n.ints, n.floats) for k,v in kwargs.items()}
-    n.names,n.vals = [(call_name(f), i) for i in range(count[0]-before[0])],self.nums[before[0]:]
+    n.names,n.vals = [(call_name(f), n.line, i) for i in range(count[0]-before[0])],self.nums[before[0]:]
     self.cur.kids.append(n)
     return n

@@ -28,7 +28,7 @@ from .trace import *
 def _inv(v): return 1/v if v else float('inf')
 _functions = [lambda v: v, lambda v: -v, lambda v: 1-v, _inv, lambda v: _inv(1-v), lambda v: v*v]
 
-decides = set()   # (function, which of its numbers) of which a graph depends on the value, in this process
+decides = set()   # (function, line, which of its numbers) of which a graph depends on the value, in this process
 
 def _mixed(path, nums, rng, only=None):
     "Other numbers in the place of those that may be inputs"
@@ -82,6 +82,8 @@ def explain(
     return res
 
 # %% ../../nbs/api/05n_capture.program.ipynb #0784d017
+_unexplained = "the graph of the step has constants that no number of the step explains"
+
 class Program:
     "A step of a log, compiled"
     def __init__(self,
@@ -96,10 +98,11 @@ class Program:
         self._args,self._taken,rng = (path, outside, hosts),taken,random.Random(1)
         true = self._trace(nums, 1)
         if (found := self._found(nums, rng, true)) is None:
+            if self._found(nums, rng, true, only='none') is None: raise Refused(_unexplained)
             for k in dict.fromkeys(k for n in path for k in n.names):
                 if k not in decides and self._found(nums, rng, true, only=k) is None: decides.add(k)
             found = self._found(nums, rng, true)
-        if found is None: raise Refused("the graph of the step has constants that no number of the step explains")
+        if found is None: raise Refused(_unexplained)
         self.decided = _compare_by_value(path, nums)
         self._args = self._taken = None
 

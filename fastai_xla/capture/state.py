@@ -143,6 +143,9 @@ class Kept:
     ):
         self.ts,self.ids,self.buffers = ts,[tensor_id(t) for t in ts],buffers(ts)
         with torch.no_grad(): self.copies = [t.detach().clone() for t in ts]
+        # a view that has been changed in place is computed from its base again, and its copy would be the base's
+        self.views = bool(ts) and not {*self.buffers} <= {*buffers(graph_inputs(self.copies)[1])}
+        if self.views: settle_tensors()
 
     def restore(self):
         "Put the data back into those tensors that have other data now"

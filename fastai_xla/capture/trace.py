@@ -84,16 +84,14 @@ class StepTrace:
             torch.clear_autocast_cache()
             env = {-1-j: t for j,t in enumerate(outside)}
             with torch.autograd.set_multithreading_enabled(False):
-                for n in path:
-                    if hasattr(n.f, 'numbers'): self.steps(n.f, taken[n.depth])
-                    else: run_node(n, env, nums, sent)
+                for n in path: self.steps(n.f, taken[n.depth]) if hasattr(n.f, 'numbers') else run_node(n, env, nums, sent)
             self.n_draws = n_draws(rng, rng_state())
             self._collect(env, escaped)
             then(self)
         finally:
             self._restore()
             manual_seed(rng)
-            env = self.roots = self.ts = self.tensors = self.copies = self.leaves = None
+            env = self.roots = self.ts = self.tensors = self.kept = self.leaves = None
             torch.clear_autocast_cache()
             drop_pending()
 
@@ -102,6 +100,8 @@ def _sent(hosts): return send_batch([h.as_subclass(T).contiguous() for h in host
 # %% ../../nbs/api/05ma_capture.trace.ipynb #b695d57a
 @patch
 def _remember(self:StepTrace, outside, sent):
+    grads = Kept([t.grad for t in outside if t.is_leaf and t.grad is not None])
+    if grads.views: [set_data(*o) for o in zip(grads.ts, grads.copies)]   # they follow no base from now on
     named = [(('outside', j), t) for j,t in enumerate(outside)] + [(('sent', j), t) for j,t in enumerate(sent)]
     named += [(('grad', j), t.grad) for j,t in enumerate(outside) if t.is_leaf and t.grad is not None]
     self.at,seen,self.tensors = {},set(),[]
@@ -109,14 +109,13 @@ def _remember(self:StepTrace, outside, sent):
         self.at.setdefault(b, name)
         if id(t) not in seen: self.tensors.append((name, t, b))
         seen.add(id(t))
-    with torch.no_grad(): self.copies = [t.detach().clone() for _,t,_ in self.tensors]
+    self.kept = Kept([t for _,t,_ in self.tensors])
     self.leaves = [(j, t, t.grad, t.requires_grad) for j,t in enumerate(outside) if t.is_leaf]
 
 @patch
 def _restore(self:StepTrace):
     self.steps.restore()
-    for (_,t,b),c,p in zip(self.tensors, self.copies, pending([t for _,t,_ in self.tensors])):
-        if p or buffers([t])[0] != b: set_data(t, graph_inputs([c])[1][0] if pending([c])[0] else c)
+    self.kept.restore()
     for _,t,g,r in self.leaves:
         if t.grad is not g: t.grad = g
         if t.requires_grad != r: t.requires_grad_(r)
