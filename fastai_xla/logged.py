@@ -31,6 +31,7 @@ from .learner_step import *
 from .unknown import *
 from .replay import *
 from .replay import _zeros
+from .recordings import stale
 from .capture.step import aliased
 
 # %% ../nbs/api/06bb_logged.ipynb #b6d4fea5
@@ -61,6 +62,7 @@ def one_batch(self:Logged,
 ):
     "`Learner.one_batch` with its torch calls logged"
     r,learn = self.replay,self.replay.learn
+    getattr(learn.dls, 'n_inp', None)   # reads an item the first time: no call of the step
     log = self.log = self.logs[learn.training]
     r.begin()
     r.open,r.raws,r.later,learn.replayed = False,None,[],None
@@ -142,6 +144,7 @@ def _run(self:Logged) -> bool: # Has it been run?
     try:
         if p is None: p = self._compiled(leaf, held, programs)
         if not p.alone(log.outside): raise Refused(aliased)
+        if self._audit_due(p): self._audit(p)
     except Refused as e:
         log._give_up(str(e))
         log.refuse(str(e))
@@ -167,30 +170,61 @@ def _compiled(self:Logged, leaf, held, programs):
     self.replay.tracing = True
     p = Program(list(log.path), log.outside, log.hosts, log.nums, dict(log.taken), held)
     if not p.ready(log.taken, log.nums): raise Refused("a number has another value each time")
+    p.audited = self.replay.passes
     leaf.program = [p, *programs]
     return p
+
+# %% ../nbs/api/06bb_logged.ipynb #4b3c918e
+@patch
+def _audit_due(self:Logged, p):
+    "At the 2nd, 4th, 8th, ... batch of a program, and at the first of each epoch"
+    return p.audited != self.replay.passes or p.runs > 1 and p.runs & p.runs-1 == 0
+
+@patch
+def _audit(self:Logged, p):
+    "Trace a step that could be run. Where it is not what was compiled, steps are retraced from now on, and the user is told"
+    r,log = self.replay,self.log
+    training = r.learn.training
+    r.tracing = r.auditing = True
+    r.audits[training] += 1
+    since,p.since,p.audited = p.since,p.runs,r.passes
+    try: differs = p.audit(log.outside, log.hosts, log.nums, log.taken)
+    finally: r.auditing = False
+    if not differs: return p.ready(log.taken, log.nums)
+    self.off[training] = why = f"an audit found that the step is not what was recorded: {differs}"
+    warnings.warn(stale(r.learn, why, p.runs-since))
+    r.plain[why] += 1
+    raise Refused(why)
 
 # %% ../nbs/api/06bb_logged.ipynb #410d7382
 most_programs = 24   # of the steps of a fit's training or validation
 
 @patch
 def _tell(self:Logged, why, refused):
-    "Count a step that was traced, and retrace all where that goes on"
-    r,count = self.replay,self.counts[self.replay.learn.training]
+    "Count a step that was traced, and leave the log where that goes on"
+    r,training = self.replay,self.replay.learn.training
+    count = self.counts[training]
     count['refused' if refused else 'traced'] += 1
     new,self.why = self.kind not in self.kinds,why
     self.kinds.add(self.kind)
-    if not why or new and not refused: return   # the first batch of its kind
+    if not why or training in self.off or new and not refused: return   # the first batch of its kind
     r.why[why] += 1
+    if refused and not count['replayed']:
+        if count['refused'] == 2: self.off[training] = ''   # it is recorded, or retraced for a reason of its own
+        return
     if refused: r.plain[why] += 1
     else: self.again[why] += 1
     if count['traced'] > 3:   # what is recorded again and again is a cost
         r.plain.update(self.again)
         self.again.clear()
     often = count['refused'] + count['traced']
-    if count['refused'] == 3 and not count['replayed'] or often > most_programs and often > count['replayed']:
-        self.off[r.learn.training] = why
-        if r.warn: warnings.warn(f"Steps cannot be replayed, and each is retraced: {why}.")
+    if often > most_programs and often > count['replayed']: self._stop(why)
+
+@patch
+def _stop(self:Logged, why):
+    "Retrace each step from now on"
+    self.off[self.replay.learn.training] = why
+    if self.replay.warn: warnings.warn(f"Steps cannot be replayed, and each is retraced: {why}.")
 
 # %% ../nbs/api/06bb_logged.ipynb #db468965
 @patch

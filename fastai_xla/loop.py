@@ -81,10 +81,13 @@ def all_batches(self:Learner):
 @patch
 def _logged_batches(self:Learner, log, i, raws):
     "Batches of a learner with code of the user's"
+    r = _replay(self)
     for j,b in enumerate(raws):
         self.iter = i+j
-        if log.serves() and not _uncounted(self): log.one_batch(b)
-        else: _replay(self).traced_batch(b, log.off.get(self.training, ''))
+        if _uncounted(self): r.traced_batch(b)
+        elif log.serves(): log.one_batch(b)
+        elif why := log.off[self.training]: r.traced_batch(b, why)
+        else: _one_batch(self, i+j, b)
 
 # %% ../nbs/api/06c_loop.ipynb #bdcf89ea
 @patch

@@ -9,6 +9,7 @@ from fastai.basics import *
 from fastai.callback.all import *
 from fastai_xla.all import *
 from fastai_xla.graphs import manual_seed
+from fastai_xla.capture.known import KnownModule
 from fastai_xla.logged import unknown_code
 
 def items(n=192):
@@ -284,9 +285,10 @@ class Reads(Callback):
 
 def test_a_value_that_is_read_at_each_step_is_retraced():
     learn = agree(lambda: dict(cbs=lambda: Reads(lambda cb: True)), branches=None)
-    (why,) = set(learn.xla_opt.replay.by_log.off.values())
-    assert why.startswith('torch.Tensor.item at test_log.py, line ') and 'reads a value' in why
-    assert counts(learn)[True]['replayed'] == 0
+    r = learn.xla_opt.replay
+    assert r.by_log.off == {True: '', False: ''} and counts(learn)[True] == {'refused': 2}
+    assert any(why.startswith('torch.Tensor.item at test_log.py, line ') and 'reads a value' in why for why in r.why)
+    assert sum(r.plain.values()) == 3*(10+2) - 2*2   # recorded it cannot be either
 
 def test_a_value_that_is_read_once():
     learn = agree(lambda: dict(cbs=lambda: Reads(lambda cb: cb.epoch == 1 and cb.iter == 3)), branches=None)
@@ -295,22 +297,35 @@ def test_a_value_that_is_read_once():
 class BackwardHook(Callback):
     def before_fit(self): self.h = self.model[0].weight.register_hook(lambda g: g*(1+self.epoch))
     def after_fit(self): self.h.remove()
-def test_a_hook_in_the_backward_pass_is_retraced():
+def test_a_hook_in_the_backward_pass_is_left_to_recordings():
     learn = agree(lambda: dict(cbs=BackwardHook), branches=None)
-    assert 'backward' in learn.xla_opt.replay.by_log.off[True] and counts(learn)[True]['replayed'] == 0
+    r = learn.xla_opt.replay
+    assert r.by_log.off[True] == '' and counts(learn)[True]['replayed'] == 0 and any('backward' in why for why in r.why)
+    assert not r.plain
 
 # --- what it costs, and whom it concerns
 
 def test_one_execution_no_compile_no_transfer_to_host():
-    _,learn = run(lambda: dict(cbs=lambda: Weight('iter')), 'auto', n=2)
+    _,learn = run(lambda: dict(cbs=lambda: Weight('iter')), 'auto', n=4)
     report = learn.xla_report()
     for phase in ('training', 'validation'):
         c = report.per_batch(phase)
         assert (c['compiles'], c['executions'], c['to host'], c['fallbacks']) == (0, 1, 0, 0), (phase, c)
         assert c['to device'] <= 2   # the batch; numbers and what the step sends
-    assert report.steady['of'].tolist()[0] == 18 and not learn.xla_opt.replay.plain
+    assert report.steady['of'].tolist()[0] == 40-2-8 and not learn.xla_opt.replay.plain
 
 def test_learners_of_libraries_are_recorded_as_before():
     _,learn = run(lambda: {}, 'auto')
     assert not unknown_code(learn) and learn.xla_opt.replay.by_log is None
     assert not learn.xla_opt.replay.plain
+
+class Blind:
+    "A known module without a guard of its settings"
+    def guard(self): return []
+def test_an_audit_finds_what_a_guard_has_missed(monkeypatch):
+    monkeypatch.setattr(KnownModule, 'guard', Blind.guard)
+    with pytest.warns(UserWarning, match='an audit found that the step is not what was recorded: .* was 1.0, and is '):
+        _,learn = run(lambda: dict(loss_func=PlainLoss, cbs=Louder), 'auto')
+    train = counts(learn)[True]
+    assert train['replayed'] == 9 and learn.xla_opt.replay.audits[True] == 4   # at batches 4, 6 and 10, and at the first of epoch 1
+    assert sum(v for k,v in learn.xla_opt.replay.plain.items() if 'an audit found' in k) >= 20

@@ -95,6 +95,7 @@ class Program:
         escaped:frozenset=frozenset(), # Origins of results that are wanted
     ):
         self.path,self.escaped,self.sent,self.runs = path,escaped,{},0
+        self.audited,self.since = 0,0   # the pass over a dataloader, and `runs`, at the last audit
         self._args,self._taken,rng = (path, outside, hosts),taken,random.Random(1)
         true = self._trace(nums, 1)
         if (found := self._found(nums, rng, true)) is None:
@@ -141,11 +142,11 @@ def _compile(self:Program, a, b):
         if k not in meanings and a.buffers[k] == b.buffers[k] and b.buffers[k] not in known and c.dim():
             raise Refused(f"the step reads a tensor of shape {tuple(c.shape)} that it was not given")
     self.steps = [(numbers, tape, counts) for numbers,tape,counts in b.steps.done]
-    self.updated,self.grads,self.flags,self.escapes,self.sources,self.replaced = (
-        b.updated, b.grads, b.flags, b.escapes, b.sources, b.replaced)
+    for n in 'updated grads flags escapes sources replaced hash'.split(): setattr(self, n, getattr(b, n))
+    self.meanings,self.consts = meanings,{k: c for k,c in b.consts.items() if k not in meanings}
     self.numbers = {}   # (what, dtype) -> places among the inputs
     for k,m in meanings.items(): self.numbers.setdefault((m, b.consts[k].dtype), []).append(k)
-    self.fixed = {k: b.ts[k] for k in b.consts if k not in meanings}
+    self.fixed = {k: b.ts[k] for k in self.consts}
     self.n_draws,self.handle = b.n_draws,compile_graph(b.roots)
     return True
 
@@ -216,3 +217,36 @@ def run(self:Program,
         for d,k,v in counts: put_number(d, k, values[v[0]] if type(v) is tuple else v)
     self.runs += 1
     return done
+
+# %% ../../nbs/api/05n_capture.program.ipynb #5a0d17a2
+def _expected(p, trace):
+    "The constants that a trace should have"
+    shown = dict(zip(trace.steps.places(), trace.steps.shown()))
+    def value(kind, i, j): return shown[i, j] if kind == 'step' else j(trace.nums[i])
+    return {k: _rounded(value(*m), trace.consts[k].dtype) for k,m in p.meanings.items()}
+
+def _unlike(p, trace):
+    "How a trace differs from what was compiled; empty if it does not"
+    if trace.hash != p.hash or trace.sources != p.sources: return 'its graph is another one'
+    if any(getattr(trace, n) != getattr(p, n) for n in ('updated', 'grads', 'flags')): return 'it changes other tensors'
+    was = _expected(p, trace) | p.consts
+    now = {k: trace.consts[k].item() if k in p.meanings else trace.consts[k] for k in was}
+    k = first(k for k,v in was.items() if not (_same(v, now[k]) if isinstance(v, T) else v == now[k]))
+    return '' if k is None else f'a constant of it was {_short(was[k])}, and is {_short(now[k])}'
+
+def _short(c): return c if not isinstance(c, T) else c.item() if c.numel() == 1 else f'a tensor of shape {tuple(c.shape)}'
+
+@patch
+def audit(self:Program,
+    outside:list, # Tensors from outside
+    hosts:list, # Tensors of the host
+    nums:list, # Numbers
+    taken:dict, # Depth of a call of an optimizer -> its numbers then
+) -> str: # How the step differs; empty if it does not
+    "Trace a step that could be run, and compare it with what was compiled"
+    self._args,self._taken = (self.path, outside, hosts),taken
+    try:
+        mixed = _mixed(self.path, nums, random.Random(self.runs))
+        # of numbers that are special to torch_xla, such as 0, or of others
+        return _unlike(self, self._trace(mixed, 1001)) and _unlike(self, self._trace(nums, 1001))
+    finally: self._args = self._taken = None

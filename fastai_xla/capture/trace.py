@@ -15,6 +15,7 @@ from fastcore.all import *
 from ..runtime import *
 from ..graphs import *
 from ..transfer import *
+from ..draws import python_lock
 from .numbers import *
 from .state import *
 from .values import *
@@ -48,7 +49,7 @@ class OptSteps:
         for d,k,v in counts: put_number(d, k, tape.true[v[0]] if type(v) is tuple else v)
 
     def restore(self):
-        put_numbers(self.was)
+        put_numbers(self.was[::-1])   # those from before the trace come last
         for d,k,_,was in reversed(self.replaced):
             if was is None: del d[k]
             else: d[k] = was
@@ -74,26 +75,30 @@ class StepTrace:
         seed:int=1, # For the numbers of optimizers
         then=noop, # Called with the trace while its graph is there
     ):
-        settle_tensors()
-        rng = rng_state()
+        with python_lock: self._trace(path, outside, hosts, nums, taken, escaped, seed, then)
+
+@patch
+def _trace(self:StepTrace, path, outside, hosts, nums, taken, escaped, seed, then):
+    settle_tensors()
+    rng = rng_state()
+    manual_seed(rng)
+    self.steps,self.nums = OptSteps(seed),nums
+    sent = [torch.Tensor._make_subclass(type(h), t) if type(h) is not T else t for h,t in zip(hosts, _sent(hosts))]
+    self._remember(outside, sent)
+    try:
+        torch.clear_autocast_cache()
+        env = {-1-j: t for j,t in enumerate(outside)}
+        with torch.autograd.set_multithreading_enabled(False):
+            for n in path: self.steps(n.f, taken[n.depth]) if hasattr(n.f, 'numbers') else run_node(n, env, nums, sent)
+        self.n_draws = n_draws(rng, rng_state())
+        self._collect(env, escaped)
+        then(self)
+    finally:
+        self._restore()
         manual_seed(rng)
-        self.steps,self.nums = OptSteps(seed),nums
-        sent = [torch.Tensor._make_subclass(type(h), t) if type(h) is not T else t for h,t in zip(hosts, _sent(hosts))]
-        self._remember(outside, sent)
-        try:
-            torch.clear_autocast_cache()
-            env = {-1-j: t for j,t in enumerate(outside)}
-            with torch.autograd.set_multithreading_enabled(False):
-                for n in path: self.steps(n.f, taken[n.depth]) if hasattr(n.f, 'numbers') else run_node(n, env, nums, sent)
-            self.n_draws = n_draws(rng, rng_state())
-            self._collect(env, escaped)
-            then(self)
-        finally:
-            self._restore()
-            manual_seed(rng)
-            env = self.roots = self.ts = self.tensors = self.kept = self.leaves = None
-            torch.clear_autocast_cache()
-            drop_pending()
+        env = self.roots = self.ts = self.tensors = self.kept = self.leaves = None
+        torch.clear_autocast_cache()
+        drop_pending()
 
 def _sent(hosts): return send_batch([h.as_subclass(T).contiguous() for h in hosts], here()) if hosts else []
 
