@@ -319,13 +319,17 @@ def test_learners_of_libraries_are_recorded_as_before():
     assert not unknown_code(learn) and learn.xla_opt.replay.by_log is None
     assert not learn.xla_opt.replay.plain
 
-class Blind:
-    "A known module without a guard of its settings"
-    def guard(self): return []
-def test_an_audit_finds_what_a_guard_has_missed(monkeypatch):
-    monkeypatch.setattr(KnownModule, 'guard', Blind.guard)
-    with pytest.warns(UserWarning, match='an audit found that the step is not what was recorded: .* was 1.0, and is '):
-        _,learn = run(lambda: dict(loss_func=PlainLoss, cbs=Louder), 'auto')
-    train = counts(learn)[True]
-    assert train['replayed'] == 9 and learn.xla_opt.replay.audits[True] == 4   # at batches 4, 6 and 10, and at the first of epoch 1
-    assert sum(v for k,v in learn.xla_opt.replay.plain.items() if 'an audit found' in k) >= 20
+class Sloped(PlainLoss):
+    def __init__(self): self.ce = nn.Sequential(nn.LeakyReLU(.1), nn.Identity())
+class Steeper(Callback):
+    def before_epoch(self): self.learn.loss_func.ce[0].negative_slope = .1 + .3*self.epoch
+
+@pytest.mark.parametrize('loss,cb,found', [(PlainLoss, Louder, 'Sequential gives a new tensor'),
+                                           (Sloped, Steeper, 'a constant of it was 0.1.*, and is 0.4')])
+def test_an_audit_finds_what_a_guard_has_missed(loss, cb, found, monkeypatch):
+    monkeypatch.setattr(KnownModule, 'guard', lambda self: [])
+    with pytest.warns(UserWarning, match=f'an audit found that the step is not what was recorded: {found}'):
+        _,learn = run(lambda: dict(loss_func=loss, cbs=cb), 'auto')
+    r = learn.xla_opt.replay
+    assert counts(learn)[True]['replayed'] == 9 and r.audits[True] == 4   # after 2, 4 and 8 batches, and at the first of epoch 1
+    assert {why: n for why,n in r.plain.items() if 'an audit found' in why} == {first(r.plain): 20 + 4}

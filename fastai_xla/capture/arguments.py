@@ -211,6 +211,7 @@ def run_node(
     nums:list, # Numbers
     hosts:list, # Tensors made on the host
     taken=(), # Numbers of an optimizer's step at its call
+    other=noop, # Called where a result is a new tensor that was one of the arguments
 ):
     "Make a logged call again"
     args,kwargs = build(n.args[0], env, nums, hosts),build(n.args[1], env, nums, hosts)
@@ -222,5 +223,7 @@ def run_node(
             with n.f.as_was(n.key[2], tensors): r = run()
         else: r = run_known(n.f, taken, run) if taken else run()
     for l,o in zip(pytree.tree_leaves(r), n.olds):
-        if o is not None and n.base <= o < n.base+n.news: env.setdefault(o, l)
+        if o is None: continue
+        if n.base <= o < n.base+n.news: env.setdefault(o, l)
+        elif env.get(o) is not l: other(n)
     return r

@@ -89,7 +89,7 @@ def _trace(self:StepTrace, path, outside, hosts, nums, taken, escaped, seed, the
         torch.clear_autocast_cache()
         env = {-1-j: t for j,t in enumerate(outside)}
         with torch.autograd.set_multithreading_enabled(False):
-            for n in path: self.steps(n.f, taken[n.depth]) if hasattr(n.f, 'numbers') else run_node(n, env, nums, sent)
+            for n in path: self.steps(n.f, taken[n.depth]) if hasattr(n.f, 'numbers') else run_node(n, env, nums, sent, other=_other)
         self.n_draws = n_draws(rng, rng_state())
         self._collect(env, escaped)
         then(self)
@@ -99,6 +99,8 @@ def _trace(self:StepTrace, path, outside, hosts, nums, taken, escaped, seed, the
         env = self.roots = self.ts = self.tensors = self.kept = self.leaves = None
         torch.clear_autocast_cache()
         drop_pending()
+
+def _other(n): raise Refused(f"{call_name(n.f)} gives a new tensor, where it gave one that was there before")
 
 def _sent(hosts): return send_batch([h.as_subclass(T).contiguous() for h in hosts], here()) if hosts else []
 
