@@ -92,10 +92,10 @@ def in_context(
 class Node:
     "One call of a log, and those that have come after it"
     __slots__ = '''f key args base news olds consts spec kinds single kids held line at names vals bad
-        program end depth wrapper ints floats spare'''.split()
+        program end changed depth wrapper ints floats spare'''.split()
     def __init__(self):
         self.f = self.held = self.program = self.single = None
-        self.kids,self.bad,self.end,self.base,self.news,self.depth = [],(),False,0,0,0
+        self.kids,self.changed,self.bad,self.end,self.base,self.news,self.depth = [],[],(),False,0,0,0
 
 class Kind:
     "What can be asked of a result without its value"

@@ -87,7 +87,9 @@ def ended(self:Log):
     for i,c in enumerate(map(sys.getrefcount, self.given)):
         if c > 3: self.renew(i, self.env[i].detach())
     if self.refused: return self.prune()
-    if self.path: self.path[-1].end = True
+    if self.path:
+        self.path[-1].end = True
+        self.path[-1].changed = [j for j,p in enumerate(pending(self.outside) if self.outside else ()) if p]
     self.fresh = list(self.path)
 
 @patch

@@ -167,13 +167,6 @@ def ready(self:Program,
         self.values.append(now)
     return True
 
-@patch
-def alone(self:Program,
-    outside:list, # Tensors from outside
-) -> bool:
-    "Has nobody an alias of what the step updates? It would not follow"
-    return not any(n_holders([outside[j] for (kind,j),_ in self.updated if kind == 'outside']))
-
 # %% ../../nbs/api/05n_capture.program.ipynb #ba77c2f7
 @patch
 def _send(self:Program, nums, hosts):
