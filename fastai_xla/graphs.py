@@ -9,7 +9,7 @@ __all__ = ['pending', 'graph_text', 'hlo_text', 'stablehlo', 'stablehlo_text', '
            'use_cache', 'memory_info', 'manual_seed', 'rng_state', 'cannot_replay', 'tensor_id', 'buffers',
            'send_constants', 'known_constants', 'n_holders', 'graph_inputs', 'compile_graph', 'run_graph',
            'seed_tensor', 'advance_rng', 'next_seed', 'after_draws', 'n_draws', 'n_syncs', 'n_moves', 'settle_tensors',
-           'drop_pending', 'shared_scalars']
+           'compute', 'drop_pending', 'shared_scalars']
 
 # %% ../nbs/api/00b_graphs.ipynb #78c9b5c2
 import os
@@ -262,6 +262,12 @@ def n_moves() -> int:
 def settle_tensors():
     "Compute what is pending, without moving the random state on"
     _XLAC._xla_sync_live_tensors(_here(), [], False)
+
+def compute(
+    ts:list, # XLA tensors
+):
+    "Compute these alone, whatever else is pending"
+    _XLAC._xla_sync_multi(ts, [], True, True)
 
 def drop_pending():
     "Forget what is pending. Tensors of it must not be used again"

@@ -16,6 +16,7 @@ from fastcore.all import *
 
 from ..runtime import *
 from ..graphs import *
+from ..draws import python_lock
 from .calls import *
 from .arguments import *
 from .log import *
@@ -105,10 +106,11 @@ def prepare(self:Log,
     path:list, # Nodes
 ):
     "Make the placeholders of calls that have none. What is pending is forgotten"
-    for n in path:
-        if n.held is not None: continue
-        n.spare = [k.placeholder() for k in n.kinds]
-        for k in n.kinds: k.to_ask()
-        n.held = [None]*len(n.kinds)
-        for j in range(len(n.kinds)): self._hold(n, j, None)
-    drop_pending()
+    with python_lock:
+        for n in path:
+            if n.held is not None: continue
+            n.spare = [k.placeholder() for k in n.kinds]
+            for k in n.kinds: k.to_ask()
+            n.held = [None]*len(n.kinds)
+            for j in range(len(n.kinds)): self._hold(n, j, None)
+        drop_pending()

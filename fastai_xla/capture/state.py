@@ -144,17 +144,20 @@ class Kept:
         self.ts,self.ids,self.buffers = ts,[tensor_id(t) for t in ts],buffers(ts)
         with torch.no_grad(): self.copies = [t.detach().clone() for t in ts]
         # a view that has been changed in place is computed from its base again, and its copy would be the base's
-        self.views = bool(ts) and not {*self.buffers} <= {*buffers(graph_inputs(self.copies)[1])}
-        if self.views: settle_tensors()
+        odd = bool(ts) and not {*self.buffers} <= {*buffers(graph_inputs(self.copies)[1])}
+        self.views = {i for i,c in enumerate(self.copies) if buffers(graph_inputs([c])[1]) != [self.buffers[i]]} if odd else set()
+        if self.views: compute([self.copies[i] for i in self.views])
 
     def restore(self):
         "Put the data back into those tensors that have other data now"
-        synced = bool(self.ts) and not pending(self.copies[:1])[0]   # then a buffer that looks the same may be another one
+        first = [c for i,c in enumerate(self.copies) if i not in self.views][:1]
+        synced = bool(first) and not pending(first)[0]   # then a buffer that looks the same may be another one
         changed = [i for i,(t,b,p) in enumerate(zip(self.ts, self.buffers, pending(self.ts))) if synced or p or buffers([t])[0] != b]
         new = {}   # aliases stay aliases
         for i in changed:
             # by its own copy: the memory behind a number may be another by now
-            if self.ids[i] not in new: new[self.ids[i]] = self.copies[i] if synced else graph_inputs([self.copies[i]])[1][0]
+            own = synced or i in self.views
+            if self.ids[i] not in new: new[self.ids[i]] = self.copies[i] if own else graph_inputs([self.copies[i]])[1][0]
             set_data(self.ts[i], new[self.ids[i]])
 
 # %% ../../nbs/api/05b_capture.state.ipynb #2350479c

@@ -108,7 +108,7 @@ def _sent(hosts): return send_batch([h.as_subclass(T).contiguous() for h in host
 @patch
 def _remember(self:StepTrace, outside, sent):
     grads = Kept([t.grad for t in outside if t.is_leaf and t.grad is not None])
-    if grads.views: [set_data(*o) for o in zip(grads.ts, grads.copies)]   # they follow no base from now on
+    for i in grads.views: set_data(grads.ts[i], grads.copies[i])   # they follow no base from now on
     named = [(('outside', j), t) for j,t in enumerate(outside)] + [(('sent', j), t) for j,t in enumerate(sent)]
     named += [(('grad', j), t.grad) for j,t in enumerate(outside) if t.is_leaf and t.grad is not None]
     self.at,seen,self.tensors = {},set(),[]
