@@ -7,6 +7,8 @@ from fastai_xla.all import *
 from fastai_xla.capture.recording import Recording
 from common import *
 
+pytestmark = pytest.mark.usefixtures('recorded')
+
 class Loss:
     "Weights by values of the learner that Python's C code consumes, where a number cannot be tracked"
     ws = [1., .5, .25, 2.]

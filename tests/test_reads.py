@@ -17,6 +17,8 @@ from fastai_xla.capture.reads import Reads
 from fastai_xla.runtime import device
 from fastai_xla.transfer import fetch
 
+pytestmark = pytest.mark.usefixtures('recorded')
+
 def ce(p, y): return F.cross_entropy(p, y)
 
 # What is read, and changes between two fits

@@ -11,6 +11,8 @@ from fastai_xla.convert import convert_norm
 from fastai_xla.graphs import manual_seed, rng_state
 from fastai_xla.transfer import fetch
 
+pytestmark = pytest.mark.usefixtures('recorded')
+
 def one_cycle(learn): learn.fit_one_cycle(2, 1e-2)
 
 def leaves(o):

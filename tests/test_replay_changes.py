@@ -21,6 +21,8 @@ from fastai_xla.runtime import device, sync
 from fastai_xla.graphs import manual_seed
 from fastai_xla.transfer import fetch
 
+pytestmark = pytest.mark.usefixtures('recorded')
+
 def net(p=.3):
     return nn.Sequential(nn.Sequential(nn.Conv2d(1, 4, 3, 2, 1), nn.BatchNorm2d(4), nn.ReLU()),
                          nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(p), nn.Linear(4, 4)))

@@ -21,6 +21,8 @@ from fastai_xla.runtime import is_xla
 from fastai_xla.graphs import manual_seed, rng_state
 from fastai_xla.transfer import fetch
 
+pytestmark = pytest.mark.usefixtures('recorded')
+
 # What is left behind
 
 def _flat(o, path=''):
