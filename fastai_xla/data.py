@@ -29,6 +29,7 @@ from fastai.torch_core import TensorBase, apply, to_device
 
 from .runtime import *
 from .transfer import *
+from .patching import patch
 
 # %% ../nbs/api/06_data.ipynb #0aa407d9
 def _tensors(o):
@@ -261,7 +262,7 @@ def feed(
 @patch
 def __iter__(self:DataLoader):
     _stay_in_process(self)
-    if not feedable(self): return self._orig___iter__()
+    if not feedable(self): return self._under___iter__()
     return (b.batch() for b in feed(self))
 
 _iter = DataLoader.__iter__

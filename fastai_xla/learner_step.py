@@ -33,6 +33,7 @@ from .compat.mixup import mixes
 from .capture.state import *
 from .capture.values import *
 from .capture.watch import *
+from .patching import patch
 
 # %% ../nbs/api/06aa_learner_step.ipynb #aafe3ad4
 in_step = 'after_pred after_loss before_backward after_cancel_backward after_backward before_step after_cancel_step after_step'.split()
@@ -270,7 +271,7 @@ def do_step(
 ):
     "fastai's step; on many devices with its weights where they should be"
     cb = learn.__dict__.get('xla_opt')
-    with cb.layout.in_step(learn.model, learn.xb) if cb else nullcontext(): learn._orig__do_one_batch()
+    with cb.layout.in_step(learn.model, learn.xb) if cb else nullcontext(): learn._under__do_one_batch()
 
 @patch
 def _step(self:LearnerStep, j):

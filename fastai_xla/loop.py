@@ -25,6 +25,7 @@ from .capture.effects import is_library
 from .capture.values import *
 from .learner_step import *
 from .replay import *
+from .patching import patch
 
 # %% ../nbs/api/06c_loop.ipynb #acbdef69
 def _replay(learn):
@@ -54,14 +55,14 @@ def _as_fastais(f):
 def _replaced():
     "The `one_batch` that a package or a user has put in the place of fastai's, before ours or after, where it does something else"
     f = Learner.one_batch
-    f = Learner._orig_one_batch if f is _one_batch else f
+    f = Learner._under_one_batch if f is _one_batch else f
     return None if _as_fastais(f) else f
 
 # %% ../nbs/api/06c_loop.ipynb #acbdef6b
 @patch
 def all_batches(self:Learner):
     "Train or evaluate `self.model` on all the batches of `self.dl`"
-    if _replay(self) is None or not feedable(self.dl) or not _own(self): return self._orig_all_batches()
+    if _replay(self) is None or not feedable(self.dl) or not _own(self): return self._under_all_batches()
     r,self.n_iter,i = _replay(self),len(self.dl),0
     r.looping = True
     r.passes += self.xla_opt.fitting   # a prediction is not audited each time
@@ -79,7 +80,7 @@ def all_batches(self:Learner):
 def one_batch(self:Learner, i, b):
     "Train or evaluate `self.model` on batch `(xb,yb)`"
     r = _replay(self)
-    if r is None: return self._orig_one_batch(i, b)
+    if r is None: return self._under_one_batch(i, b)
     self.iter,self.replayed = i,None
     if not r.begun: r.begin()
     r.begun = False
@@ -135,12 +136,12 @@ def _reads_grads(cb): return _class_reads_grads(type(cb)) or any(_says_grad(f, s
 @patch
 def __call__(self:Learner, event_name):
     "Call `event_name` for all `Callback`s in `self.cbs`"
-    if _replay(self) is None or not isinstance(event_name, str): return self._orig___call__(event_name)
+    if _replay(self) is None or not isinstance(event_name, str): return self._under___call__(event_name)
     self._call_one(event_name)
 
 @patch
 def _call_one(self:Learner, event_name):
-    if 'xla_opt' not in self.__dict__: return self._orig__call_one(event_name)
+    if 'xla_opt' not in self.__dict__: return self._under__call_one(event_name)
     if not hasattr(event, event_name): raise Exception(f'missing {event_name}')
     r = _replay(self)
     cbs = ordered(self) if r is None or event_name == 'after_fit' else list(r.acting(event_name))

@@ -29,6 +29,7 @@ from .mixed import *
 from .parallel import *
 from .learner_step import *
 from .moves import *
+from .patching import patch
 
 # %% ../nbs/api/06f_opt_callback.ipynb #9c0526e3
 def _opt_params(opt): return [p for pg in opt.param_lists for p in pg]
@@ -40,7 +41,7 @@ def _other_params(learn):
 def _renew_opt(learn):
     "Make a new optimizer for the model; parameters that both hold keep their state, and the hyper-parameters stay"
     old,hypers = learn.opt,[dict(h) for h in learn.opt.hypers]
-    learn._orig_create_opt()
+    learn._under_create_opt()
     inner = lambda o: o.opt if isinstance(o, OptimWrapper) else o
     for p in _opt_params(learn.opt):
         if p in inner(old).state: inner(learn.opt).state[p] = inner(old).state[p]

@@ -50,8 +50,8 @@ def test_replaced_methods_keep_their_documentation():
     import fastai_xla.all
     classes = {c for m in list(sys.modules.values()) if getattr(m, '__name__', '').startswith('fastai.')
                for c in vars(m).values() if isinstance(c, type)}
-    pairs = [(c, k[6:], vars(c)[k[6:]], v) for c in classes if c.__module__.startswith('fastai.')
-             for k,v in list(vars(c).items()) if k.startswith('_orig_') and k[6:] in vars(c)]
+    pairs = [(c, k[7:], vars(c)[k[7:]], v) for c in classes if c.__module__.startswith('fastai.')
+             for k,v in list(vars(c).items()) if k.startswith('_under_') and k[7:] in vars(c)]
     ours = [(f'{c.__name__}.{n}', f, orig) for c,n,f,orig in pairs if getattr(f, '__module__', '').startswith('fastai_xla')]
     assert len(ours) > 30
     assert not [n for n,f,orig in ours if orig.__doc__ and f.__doc__ != orig.__doc__]

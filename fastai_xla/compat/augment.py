@@ -23,6 +23,7 @@ from fastai.vision.augment import AffineCoordTfm, RandomErasing, RandomResizedCr
 
 from ..runtime import *
 from ..draws import *
+from ..patching import patch
 
 # %% ../../nbs/api/04i_compat.augment.ipynb #483fca0e
 def _on_xla(orig):
@@ -59,7 +60,7 @@ def _encode(self:AffineCoordTfm, x, mode, reverse=False):
     drawn = not self.split_idx or type(self)._get_affine_mat is not AffineCoordTfm._get_affine_mat
     sized = self.size is not None and self.cp_size != tuple(x.shape[-2:])
     whole = isinstance(x, TensorImage) and x.is_floating_point() or isinstance(x, TensorMask) and x.dtype == torch.int64
-    return self._orig__encode(x, mode, reverse) if drawn or sized or not whole or not is_xla(x) else x
+    return self._under__encode(x, mode, reverse) if drawn or sized or not whole or not is_xla(x) else x
 
 # %% ../../nbs/api/04i_compat.augment.ipynb #2ad0f6d2
 @_on_xla(_stock('mask_tensor'))
@@ -105,11 +106,11 @@ def _is_on_xla(b): return _is_on_xla(b[0]) if isinstance(b, (tuple, list)) else 
 @patch
 def before_call(self:RandomResizedCropGPU, b, split_idx):
     "Draw where the crop begins, and its size"
-    if self.size is None or not _is_on_xla(b): return self._orig_before_call(b, split_idx)
+    if self.size is None or not _is_on_xla(b): return self._under_before_call(b, split_idx)
     size,self.do = _size_of(b),True
     def draw():
         crop = SimpleNamespace(**vars(self))   # attributes that change would be another step
-        RandomResizedCropGPU._orig_before_call(crop, torch.empty(0, *size), split_idx)
+        RandomResizedCropGPU._under_before_call(crop, torch.empty(0, *size), split_idx)
         _crops[self] = crop.tl,crop.cp_size
         return []
     drawn(draw, here())
@@ -117,11 +118,11 @@ def before_call(self:RandomResizedCropGPU, b, split_idx):
 @patch
 def _encode(self:RandomResizedCropGPU, x, mode):
     if is_xla(x) and self.size is None: warnings.warn(_no_size)
-    if self.size is None or not is_xla(x): return self._orig__encode(x, mode)
+    if self.size is None or not is_xla(x): return self._under__encode(x, mode)
     if not isinstance(x, (TensorImage, TensorMask)):   # by fastai's code, for which the numbers are constants
         if tracing_draws(): raise RuntimeError(f"a random crop of {type(x).__name__}")
         tl,cp_size = _crops[self]
-        return RandomResizedCropGPU._orig__encode(SimpleNamespace(**vars(self) | dict(tl=tl, cp_size=cp_size)), x, mode)
+        return RandomResizedCropGPU._under__encode(SimpleNamespace(**vars(self) | dict(tl=tl, cp_size=cp_size)), x, mode)
     n,dtype = x.shape[-2:],x.dtype
     def axes(): return list(zip(n, *_crops[self], self.size))
     def index(): return [torch.from_numpy(_crop_index(*o)) for o in axes()]
@@ -144,11 +145,11 @@ _wanted = WeakKeyDictionary()   # transform -> is anything to be erased in this 
 @patch
 def before_call(self:RandomErasing, b, split_idx):
     "This function can be overridden. Set `self.do` based on `self.p`"
-    if not _is_on_xla(b): return self._orig_before_call(b, split_idx)
+    if not _is_on_xla(b): return self._under_before_call(b, split_idx)
     p,self.do = self.p,True
     def draw():
         coin = SimpleNamespace(p=p)
-        RandomErasing._orig_before_call(coin, None, split_idx)
+        RandomErasing._under_before_call(coin, None, split_idx)
         _wanted[self] = coin.do
         return []
     drawn(draw, here())

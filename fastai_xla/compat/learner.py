@@ -19,6 +19,7 @@ from fastai.learner import AvgSmoothLoss, Recorder
 from ..runtime import *
 from ..transfer import *
 from .core import kept_on_device
+from ..patching import patch
 
 # %% ../../nbs/api/04b_compat.learner.ipynb #617d7153
 class _Zero:
@@ -43,7 +44,7 @@ def fetch_attrs(
 @patch
 def accumulate(self:AvgSmoothLoss, learn):
     # where the first batch is cut short, the loss is fastai's zero on the CPU
-    if not (there := [t.device for t in (learn.loss, self.val) if is_xla(t)]): return self._orig_accumulate(learn)
+    if not (there := [t.device for t in (learn.loss, self.val) if is_xla(t)]): return self._under_accumulate(learn)
     loss = to_detach(learn.loss.mean(), cpu=False)
     loss,self.val = (t if is_xla(t) else send([t], there[0])[0] for t in (loss, self.val))
     self.count += 1
@@ -72,9 +73,9 @@ def after_batch(self:Recorder):
     "Update all metrics and records lr and smooth loss in training"
     replayed = self.learn.__dict__.get('replayed')
     if replayed is not None and hasattr(self, '_train_mets'): return _note(self, replayed)
-    if not is_xla(self.learn.loss): return self._orig_after_batch()
+    if not is_xla(self.learn.loss): return self._under_after_batch()
     for met in _mets(self, self.training): _begin(met)
-    with kept_on_device(self.learn): self._orig_after_batch()
+    with kept_on_device(self.learn): self._under_after_batch()
 
 # %% ../../nbs/api/04b_compat.learner.ipynb #bfa7b52d
 def _warn_nan(rec, n_before):
@@ -90,7 +91,7 @@ def _warn_nan(rec, n_before):
 def before_fit(self:Recorder):
     "Prepare state for training"
     self._nan_told,self._n_home = False,0
-    self._orig_before_fit()
+    self._under_before_fit()
 
 @patch
 def after_train(self:Recorder):
@@ -102,13 +103,13 @@ def after_train(self:Recorder):
         if is_xla(self.learn.loss): _warn_nan(self, len(home))
     finally: self.losses = home + self.losses
     self._n_home = len(self.losses)
-    self._orig_after_train()
+    self._under_after_train()
 
 @patch
 def after_validate(self:Recorder):
     "Log loss and metric values on the validation set"
     fetch_attrs(*_mets(self, False))
-    self._orig_after_validate()
+    self._under_after_validate()
 
 @patch
 def after_fit(self:Recorder):

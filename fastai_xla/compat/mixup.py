@@ -19,12 +19,13 @@ from fastai.torch_core import unsqueeze
 from ..runtime import *
 from ..draws import *
 from .augment import inside
+from ..patching import patch
 
 # %% ../../nbs/api/04j_compat.mixup.ipynb #fd1a2b7a
 @patch
 def before_batch(self:CutMix):
     "Add `rand_bbox` patches with size based on `lam` and location chosen randomly."
-    if not is_xla(self.x): return self._orig_before_batch()
+    if not is_xla(self.x): return self._under_before_batch()
     bs,_,H,W = self.x.size()
     def draw():
         lam = self.distrib.sample((1,))
@@ -41,7 +42,7 @@ def before_batch(self:CutMix):
 @patch
 def before_batch(self:MixUp):
     "Blend xb and yb with another random item in a second batch (xb1,yb1) with `lam` weights"
-    if not is_xla(self.x): return self._orig_before_batch()
+    if not is_xla(self.x): return self._under_before_batch()
     n,learn = self.y.size(0),self.learn
     lam,shuffle = drawn(lambda: [self.distrib.sample((n,)).squeeze(), torch.randperm(n)], self.x.device)
     self.lam = torch.stack([lam, 1-lam], 1).max(1)[0]

@@ -20,6 +20,7 @@ from fastai.optimizer import (Optimizer, Lookahead, OptimWrapper, average_grad, 
 
 from ..runtime import *
 from ..transfer import *
+from ..patching import patch
 
 # %% ../../nbs/api/04c_compat.optimizer.ipynb #472d6765
 def _lamb_step(p, lr, mom, step, sqr_mom, grad_avg, sqr_avg, eps, **kwargs):
@@ -75,10 +76,10 @@ def zeros_shown(
 
 @patch
 def step(self:Optimizer, closure=None):
-    if closure is not None or not any(is_xla(p) for pg in self.param_lists for p in pg): return self._orig_step(closure)
+    if closure is not None or not any(is_xla(p) for pg in self.param_lists for p in pg): return self._under_step(closure)
     restore_cleared(p for pg in self.param_lists for p in pg)
     cbs,self.cbs = self.cbs,self.cbs.map(_xla_cb)
-    try: self._orig_step()
+    try: self._under_step()
     finally: self.cbs = cbs
 
 # %% ../../nbs/api/04c_compat.optimizer.ipynb #786decc8
@@ -162,7 +163,7 @@ def swap_params(
 def load_state_dict(self:Optimizer,
     sd:dict # State dict with `hypers` and `state` to load on the optimizer
 ):
-    self._orig_load_state_dict(sd)
+    self._under_load_state_dict(sd)
     _move_state(self.state)
 
 _lookahead_load = Lookahead.load_state_dict
