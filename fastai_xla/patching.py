@@ -14,11 +14,7 @@ from functools import partial
 from fastcore.basics import eval_type, get_annotations_ex, patch_to, tuplify, union2tuple
 
 # %% ../nbs/api/00e_patching.ipynb #00e0f006
-def _module(f): return getattr(getattr(f, 'fget', f), '__module__', None) or ''
-
-def _is_ours(f, new):
-    "Is `f` this package's, or an earlier run of the cell that defines `new`?"
-    return _module(f).startswith('fastai_xla.') or _module(f) == _module(new)
+def _function(f): return getattr(f, 'fget', f)
 
 def patch(
     f=None, # Function, whose first parameter has the class as its annotation
@@ -28,10 +24,11 @@ def patch(
     if f is None: return partial(patch, **kwargs)
     ann,glb,loc = get_annotations_ex(f)
     classes,name = tuplify(union2tuple(eval_type(next(iter(ann.values())), glb, loc))),f.__name__
-    others = [c for c in classes if hasattr(c, name) and not _is_ours(getattr(c, name), f)]
+    others = [c for c in classes if hasattr(c, name) and not hasattr(_function(getattr(c, name)), '_is_of_fastai_xla')]
     for c in others: setattr(c, f'_under_{name}', getattr(c, name))
     new = [c for c in classes if not hasattr(c, f'_orig_{name}')]
     res = patch_to(classes, glb=sys._getframe(1).f_globals, **kwargs)(f)
     for c in new:
         if f'_orig_{name}' in vars(c): delattr(c, f'_orig_{name}')
+    for c in classes: _function(getattr(c, name))._is_of_fastai_xla = True   # also where its cell runs a second time
     return res

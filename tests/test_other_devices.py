@@ -1,5 +1,6 @@
 "With fastai_xla imported, training on the CPU is bit-identical to training without it"
 import subprocess, sys
+import own_process
 
 code = '''
 import hashlib, sys, tempfile, warnings
@@ -55,3 +56,32 @@ def test_replaced_methods_keep_their_documentation():
     ours = [(f'{c.__name__}.{n}', f, orig) for c,n,f,orig in pairs if getattr(f, '__module__', '').startswith('fastai_xla')]
     assert len(ours) > 30
     assert not [n for n,f,orig in ours if orig.__doc__ and f.__doc__ != orig.__doc__]
+
+patched = '''
+from fastai.basics import *
+def patched(who):
+    @patch
+    def freeze_to(self:Learner, n):
+        order.append(who)
+        self._orig_freeze_to(n)
+    @patch
+    def after_batch(self:Recorder):
+        order.append(who)
+        self._orig_after_batch()
+if 'before' in sys.argv: patched('before')
+if 'with' in sys.argv: from fastai_xla.all import *
+if 'after' in sys.argv: patched('after')
+order,ds = [],[(torch.zeros(2), torch.zeros(1))]*8
+learn = Learner(DataLoaders.from_dsets(ds, ds, bs=4, num_workers=0, device='cpu'), nn.Linear(2, 1), loss_func=MSELossFlat())
+with learn.no_bar(), learn.no_logging():
+    learn.freeze_to(0)
+    learn.fit(1)
+    if 'with' in sys.argv: learn.to_xla().fit(1)
+assert order[0] == sys.argv[1] and len(order) == 1 + 4*(1 + ('with' in sys.argv)), order
+'''
+
+def test_packages_that_patch_the_same_methods(tmp_path):
+    "Before this one is imported, or after it; as without it"
+    for args in ('before',), ('before', 'with'), ('after', 'with'):
+        res = own_process.run(['-c', patched, *args], tmp_path, tmp_path)
+        assert res.returncode == 0, (args, res.stderr[-2000:])
