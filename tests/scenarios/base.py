@@ -50,7 +50,7 @@ def counting(counts):
             return f(self, *args, **kwargs)
         return g
     with (mocked.object(Recording, 'run', counted(Recording.run, 'replayed')),
-          mocked.object(Learner, 'one_batch', counted(Learner.one_batch, 'batches'))): yield
+          mocked.object(Learner, '_do_one_batch', counted(Learner._do_one_batch, 'batches'))): yield
 
 def play(s, on_xla=True, **to):
     "What a scenario leaves: losses of each step, metrics of each epoch, weights, and what else it looks at"
