@@ -29,6 +29,7 @@ from fastai.torch_core import TensorBase, apply, to_device
 
 from .runtime import *
 from .transfer import *
+from .draws import python_lock
 from .patching import patch
 
 # %% ../nbs/api/06_data.ipynb #0aa407d9
@@ -97,7 +98,12 @@ def _read_ahead(groups, may=lambda: True):
     "The `RawBatch`es of `groups`, which run in a thread as long as they `may`"
     pool,ctx,wait = futures.ThreadPoolExecutor(1, 'fastai_xla feed', torch.set_grad_enabled, (torch.is_grad_enabled(),)),copy_context(),True
     ends,quiet = sys.is_finalizing,suppress   # names of the module are gone at the end
-    def more(): return pool.submit(ctx.run, next, groups, None)
+    def read():
+        held = python_lock.acquire(timeout=60)   # not for ever: what is traced may read a DataLoader itself
+        try: return next(groups, None)
+        finally:
+            if held: python_lock.release()
+    def more(): return pool.submit(ctx.run, read)
     try:
         todo = deque(more() for _ in range(ahead))
         while todo and (raws := todo.popleft().result()):

@@ -548,3 +548,23 @@ def test_what_a_dataset_counts_itself_is_no_change_of_the_trainings():
         warnings.filterwarnings('error', '.*read ahead')
         for _ in range(2): list(dl)
     assert dl.dataset.hits == 4 and dl in data._changed   # read in turn from now on
+
+def test_nothing_is_read_while_a_step_is_traced(monkeypatch):
+    "A trace shows other numbers, and holds all objects there are for a moment: a thread beside it has died of that"
+    from fastai_xla.capture.step import Trace
+    init,tracing,seen = Trace.__init__,[],[]
+    def traced(self, *args, **kwargs):
+        tracing.append(1)
+        time.sleep(.05)
+        try: init(self, *args, **kwargs)
+        finally: tracing.pop()
+    class Items:
+        def __len__(self): return 32
+        def __getitem__(self, i):
+            seen.append(bool(tracing))
+            return torch.ones(4), torch.tensor(i%2)
+    monkeypatch.setattr(Trace, '__init__', traced)
+    dls = DataLoaders(*(DataLoader(Items(), bs=4, num_workers=0) for _ in range(2)))
+    learn = Learner(dls, nn.Linear(4, 2), loss_func=CrossEntropyLossFlat()).to_xla()
+    with learn.no_bar(), learn.no_logging(): learn.fit(2)
+    assert len(seen) > 64 and not any(seen)

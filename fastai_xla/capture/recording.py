@@ -40,9 +40,10 @@ class Recording:
         self.pinned = {}   # number of the tape -> the only value that it may have
         self.near = set()   # keys of numbers that torch is not shown far away
         self.audited,self.since = 0,0   # the pass over a dataloader, and `runs`, at the last audit
-        first = Trace(fn, places, inputs, numbers(), seed=1, search=True)
-        self.numbers = numbers()
-        Trace(fn, places, inputs, self.numbers, seed=2, then=lambda t: self._compile(first, t))
+        with python_lock:
+            first = Trace(fn, places, inputs, numbers(), seed=1, search=True)
+            self.numbers = numbers()
+            Trace(fn, places, inputs, self.numbers, seed=2, then=lambda t: self._compile(first, t))
         self._watch(watched)
 
 # %% ../../nbs/api/05h_capture.recording.ipynb #624bd603
@@ -176,7 +177,7 @@ def _found(self:Recording): return self.names,dict(self.meanings),dict(self.doub
 
 @patch
 def _retrace(self:Recording, inputs, others={}):
-    trace = Trace(self.fn, self.places, inputs, self.get_numbers(), seed=3, others=others)
+    with python_lock: trace = Trace(self.fn, self.places, inputs, self.get_numbers(), seed=3, others=others)
     self.tape.true = trace.tape.true
     self._compare(trace)
 
