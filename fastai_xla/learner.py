@@ -44,7 +44,7 @@ import fastai_xla.compat.progress, fastai_xla.compat.tracker, fastai_xla.compat.
 import fastai_xla.compat.augment, fastai_xla.compat.mixup, fastai_xla.compat.metrics, fastai_xla.compat.fp16
 import fastai_xla.compat.text, fastai_xla.compat.gan, fastai_xla.compat.hook
 from .lowerings.all import register_lowerings
-from .patching import patch
+from .patching import patch, bypassed
 
 # %% ../nbs/api/07_learner.ipynb #1d1b6ad4
 _is_tpu = ("to_xla('{}'): PyTorch calls a TPU 'xla'. Type `learn.to_xla()`: it takes the first XLA device, and what stands behind "
@@ -80,6 +80,9 @@ def _check_steps(replay, steps_per_execution):
         raise ValueError(f"to_xla(replay={replay}, steps_per_execution={steps_per_execution}): steps are run "
                          f"together once they are recorded, so this takes a number from 1 on, and `replay='auto'`.")
 
+_bypassed = ("{}: what XLA needs there no longer runs. Two packages have patched it, one before fastai_xla was imported and one "
+             "after it, and the later calls what the earlier has kept as `_orig_...`. Import `fastai_xla.all` after both.")
+
 def _check_learner(learn):
     if getattr(learn, 'dls', None) is None:
         raise ValueError("This learner has no DataLoaders, and on XLA they send the batches "
@@ -87,6 +90,7 @@ def _check_learner(learn):
     if defaults.use_cuda is False:
         raise ValueError("fastai has been told to put everything on the CPU, by `default_device(False)`. "
                          "Take that back with `default_device(None)`, then call `learn.to_xla()`.")
+    if names := bypassed(): warnings.warn(_bypassed.format(', '.join(names)))
 
 # %% ../nbs/api/07_learner.ipynb #09479c00
 @patch

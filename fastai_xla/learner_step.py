@@ -34,7 +34,6 @@ from .compat.mixup import mixes
 from .capture.state import *
 from .capture.values import *
 from .capture.watch import *
-from .patching import patch
 
 # %% ../nbs/api/06aa_learner_step.ipynb #aafe3ad4
 in_step = 'after_pred after_loss before_backward after_cancel_backward after_backward before_step after_cancel_step after_step'.split()
@@ -123,7 +122,6 @@ def _metrics(self:LearnerStep):
     "The recorder's metrics: those that are sums, and others"
     rec = getattr(self.learn, 'recorder', None)
     if rec is None or rec not in self.learn.cbs or not len(self.learn.yb): return [],[]
-    # a package's own recorder has them elsewhere, and computes them after the step
     mets = (rec._train_mets if self.learn.training else rec._valid_mets) if keeps_metrics(rec) else []
     # ahead of the recorder, which then does not hear of the batch
     late = self.late or any(cb.order < rec.order for cb in self.acting('cuts a batch short', _cuts))

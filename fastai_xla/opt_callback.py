@@ -29,7 +29,6 @@ from .mixed import *
 from .parallel import *
 from .learner_step import *
 from .moves import *
-from .patching import patch
 
 # %% ../nbs/api/06f_opt_callback.ipynb #9c0526e3
 def _opt_params(opt): return [p for pg in opt.param_lists for p in pg]

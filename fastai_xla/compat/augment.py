@@ -9,8 +9,8 @@ __all__ = ['apply_perspective', 'mask_tensor', 'inside', 'encodes', 'cutout_gaus
 
 # %% ../../nbs/api/04i_compat.augment.ipynb #9d0d97b1
 import random, warnings
+from copy import copy
 from functools import partial
-from types import SimpleNamespace
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -23,7 +23,7 @@ from fastai.vision.augment import AffineCoordTfm, RandomErasing, RandomResizedCr
 
 from ..runtime import *
 from ..draws import *
-from ..patching import patch
+from ..patching import patch, theirs
 
 # %% ../../nbs/api/04i_compat.augment.ipynb #483fca0e
 def _on_xla(orig):
@@ -97,6 +97,9 @@ def _crop_index(n, start, length, out):
 _no_size = ("Random crops without a size give each batch another shape, and XLA compiles a graph for each, which takes far "
             "longer than a step. Give them one: `aug_transforms(size=224, min_scale=.6)`.")
 
+_not_of_pictures = ("a random crop of a {0}: each batch is cropped elsewhere, and fastai's code, which crops a {0}, takes the place as "
+                    "Python numbers, which XLA compiles into the graph; crop one by one, with `item_tfms=RandomResizedCrop(size)`")
+
 # %% ../../nbs/api/04i_compat.augment.ipynb #04i00005
 _crops = WeakKeyDictionary()   # transform -> where its last crop begins, and its size
 
@@ -109,8 +112,8 @@ def before_call(self:RandomResizedCropGPU, b, split_idx):
     if self.size is None or not _is_on_xla(b): return self._under_before_call(b, split_idx)
     size,self.do = _size_of(b),True
     def draw():
-        crop = SimpleNamespace(**vars(self))   # attributes that change would be another step
-        RandomResizedCropGPU._under_before_call(crop, torch.empty(0, *size), split_idx)
+        crop = copy(self)   # attributes that change would be another step
+        crop._under_before_call(torch.empty(0, *size), split_idx)
         _crops[self] = crop.tl,crop.cp_size
         return []
     drawn(draw, here())
@@ -119,10 +122,11 @@ def before_call(self:RandomResizedCropGPU, b, split_idx):
 def _encode(self:RandomResizedCropGPU, x, mode):
     if is_xla(x) and self.size is None: warnings.warn(_no_size)
     if self.size is None or not is_xla(x): return self._under__encode(x, mode)
-    if not isinstance(x, (TensorImage, TensorMask)):   # by fastai's code, for which the numbers are constants
-        if tracing_draws(): raise RuntimeError(f"a random crop of {type(x).__name__}")
-        tl,cp_size = _crops[self]
-        return RandomResizedCropGPU._under__encode(SimpleNamespace(**vars(self) | dict(tl=tl, cp_size=cp_size)), x, mode)
+    if not isinstance(x, (TensorImage, TensorMask)) or theirs(RandomResizedCropGPU, '_encode'):
+        if tracing_draws(): raise RuntimeError(_not_of_pictures.format(type(x).__name__))
+        crop = copy(self)
+        crop.tl,crop.cp_size = _crops[self]
+        return crop._under__encode(x, mode)
     n,dtype = x.shape[-2:],x.dtype
     def axes(): return list(zip(n, *_crops[self], self.size))
     def index(): return [torch.from_numpy(_crop_index(*o)) for o in axes()]
@@ -146,10 +150,10 @@ _wanted = WeakKeyDictionary()   # transform -> is anything to be erased in this 
 def before_call(self:RandomErasing, b, split_idx):
     "This function can be overridden. Set `self.do` based on `self.p`"
     if not _is_on_xla(b): return self._under_before_call(b, split_idx)
-    p,self.do = self.p,True
+    size,self.do = _size_of(b),True
     def draw():
-        coin = SimpleNamespace(p=p)
-        RandomErasing._under_before_call(coin, None, split_idx)
+        coin = copy(self)
+        coin._under_before_call(torch.empty(0, *size), split_idx)
         _wanted[self] = coin.do
         return []
     drawn(draw, here())

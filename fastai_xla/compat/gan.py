@@ -25,3 +25,4 @@ def after_batch(self:GANTrainer):
 def after_train(self:GANTrainer):
     "Bring home the losses of the epoch and the last generated batch"
     fetch_attrs(self)
+    self._under_after_train()

@@ -23,7 +23,7 @@ def before_fit(self:ActivationStats):
     if any(map(is_xla, self.model.parameters())): self.__dict__['cpu'] = False   # fastai warns of the name, which is its own
     self._under_before_fit()
 
-@patch
+@patch(stands_in=True)
 def hook(self:ActivationStats, m, i, o):
     if not is_xla(o): return self._under_hook(m, i, o)
     o = o.float()
@@ -39,3 +39,4 @@ def _floats(o):
 def after_train(self:ActivationStats):
     "Bring the statistics of the epoch home"
     if has_xla(list(self.stats)): self.stats = _floats(fetch(self.stats))
+    self._under_after_train()

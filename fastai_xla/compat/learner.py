@@ -19,7 +19,7 @@ from fastai.learner import AvgSmoothLoss, Recorder
 from ..runtime import *
 from ..transfer import *
 from .core import kept_on_device
-from ..patching import patch
+from ..patching import patch, theirs
 
 # %% ../../nbs/api/04b_compat.learner.ipynb #617d7153
 class _Zero:
@@ -41,7 +41,7 @@ def fetch_attrs(
     attrs = [{k: v for k,v in vars(o).items() if has_xla(v)} for o in objs]
     for o,new in zip(objs, fetch(attrs)): o.__dict__.update(new)
 
-@patch
+@patch(stands_in=True)
 def accumulate(self:AvgSmoothLoss, learn):
     # where the first batch is cut short, the loss is fastai's zero on the CPU
     if not (there := [t.device for t in (learn.loss, self.val) if is_xla(t)]): return self._under_accumulate(learn)
@@ -72,7 +72,7 @@ def keeps_metrics(
     rec:Recorder, # Of a learner
 ) -> bool:
     "Does it compute its metrics where fastai's does? Not where a package has put methods of its own in the place of fastai's"
-    return hasattr(rec, '_train_mets') and Recorder._under_after_batch.__module__ == 'fastai.learner'
+    return hasattr(rec, '_train_mets') and not theirs(Recorder, 'after_batch')
 
 @patch
 def after_batch(self:Recorder):
@@ -87,7 +87,7 @@ def after_batch(self:Recorder):
 def _warn_nan(rec, n_before):
     "Look at the epoch's losses, which come after `n_before` others"
     with torch._C.DisableTorchFunctionSubclass(): bad = (~torch.stack(rec.losses).isfinite()).nonzero() if rec.losses else rec.losses
-    if len(bad) == 0 or rec._nan_told: return
+    if len(bad) == 0 or rec.__dict__.get('_nan_told'): return
     first,rec._nan_told = bad[0].item(),True
     warnings.warn(f"The loss is {rec.losses[first].item()} from step {n_before+first} of this fit on, and the weights with "
                   f"it. On XLA the loss is read at the end of an epoch only. Look for a learning rate that is too high, "
@@ -103,7 +103,8 @@ def before_fit(self:Recorder):
 def after_train(self:Recorder):
     "Log loss and metric values on the training set (if `self.training_metrics=True`)"
     # else a long fit would go through all its losses in each epoch
-    home,self.losses = self.losses[:self._n_home],self.losses[self._n_home:]
+    n = self.__dict__.get('_n_home', 0)
+    home,self.losses = self.losses[:n],self.losses[n:]
     try:
         fetch_attrs(self, *_mets(self, True))
         if is_xla(self.learn.loss): _warn_nan(self, len(home))
@@ -121,6 +122,7 @@ def after_validate(self:Recorder):
 def after_fit(self:Recorder):
     "Bring home what a fit that was cancelled has left on the device"
     fetch_attrs(self, self.smooth_loss)
+    self._under_after_fit()
 
 # %% ../../nbs/api/04b_compat.learner.ipynb #85c199f4
 _save_model,_load_model = fastai.learner.save_model,fastai.learner.load_model

@@ -34,19 +34,19 @@ def _overlap(learn, axis, classes):
     ps,ts = ((o[None] == classes[:,None]).float() for o in (pred, targ))
     return torch.stack([(ps*ts).sum(1), (ps+ts).sum(1)], dim=1)
 
-@patch
+@patch(stands_in=True)
 def accumulate(self:Dice, learn):
     if not is_xla(learn.pred): return self._under_accumulate(learn)
     self._counts.append(_overlap(learn, self.axis, torch.ones(1, device=learn.pred.device)))
 
-@patch
+@patch(stands_in=True)
 def accumulate(self:DiceMulti, learn):
     if not is_xla(learn.pred): return self._under_accumulate(learn)
     self._counts.append(_overlap(learn, self.axis, torch.arange(learn.pred.shape[self.axis], device=learn.pred.device)))
 
 def _add_up(met):
     "Add the counts of all batches to `inter` and `union`, as fastai would have at each batch"
-    for c in fetch(met._counts):
+    for c in fetch(met.__dict__.get('_counts', [])):
         if isinstance(met.inter, dict):
             for i,(inter,union) in enumerate(c.tolist()): met.inter[i],met.union[i] = met.inter.get(i, 0)+inter,met.union.get(i, 0)+union
         else: met.inter,met.union = met.inter+c[0,0].item(),met.union+c[0,1].item()

@@ -22,7 +22,7 @@ from .augment import inside
 from ..patching import patch
 
 # %% ../../nbs/api/04j_compat.mixup.ipynb #fd1a2b7a
-@patch
+@patch(stands_in=True)
 def before_batch(self:CutMix):
     "Add `rand_bbox` patches with size based on `lam` and location chosen randomly."
     if not is_xla(self.x): return self._under_before_batch()
@@ -39,7 +39,7 @@ def before_batch(self:CutMix):
     if not self.stack_y: self.learn.yb = tuple(L(self.yb1, self.yb).map_zip(torch.lerp, weight=unsqueeze(self.lam, n=len(self.y.size())-1)))
 
 # %% ../../nbs/api/04j_compat.mixup.ipynb #04j00001
-@patch
+@patch(stands_in=True)
 def before_batch(self:MixUp):
     "Blend xb and yb with another random item in a second batch (xb1,yb1) with `lam` weights"
     if not is_xla(self.x): return self._under_before_batch()

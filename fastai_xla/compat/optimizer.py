@@ -20,7 +20,7 @@ from fastai.optimizer import (Optimizer, Lookahead, OptimWrapper, average_grad, 
 
 from ..runtime import *
 from ..transfer import *
-from ..patching import patch
+from ..patching import patch, theirs
 
 # %% ../../nbs/api/04c_compat.optimizer.ipynb #472d6765
 def _lamb_step(p, lr, mom, step, sqr_mom, grad_avg, sqr_avg, eps, **kwargs):
@@ -48,11 +48,10 @@ def _xla_cb(cb):
 # %% ../../nbs/api/04c_compat.optimizer.ipynb #c87bc40d
 @patch
 def zero_grad(self:Optimizer):
-    for p,*_ in self.all_params(with_grad=True):
-        if is_xla(p): p.grad,p._cleared = None,True
-        else:
-            p.grad.detach_()
-            p.grad.zero_()
+    there = [p for p,*_ in self.all_params(with_grad=True) if is_xla(p)]
+    if theirs(Optimizer, 'zero_grad'): self._under_zero_grad()   # which may look at gradients
+    for p in there: p.grad,p._cleared = None,True
+    if not theirs(Optimizer, 'zero_grad'): self._under_zero_grad()
 
 def restore_cleared(
     params, # Parameters

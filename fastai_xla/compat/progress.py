@@ -22,7 +22,7 @@ def before_fit(self:ProgressCallback):
     self._look = Look()
     self._under_before_fit()
 
-@patch
+@patch(stands_in=True)
 def after_batch(self:ProgressCallback):
     "Update the current progress bar"
     learn = self.learn

@@ -43,7 +43,7 @@ def before_fit(self:LRFinder):
     self._look = Look()
     self._under_before_fit()
 
-@patch
+@patch(stands_in=True)
 def after_batch(self:LRFinder):
     "Record hyper-parameters of this batch and potentially stop training"
     if not is_xla(self.loss): return self._under_after_batch()

@@ -36,7 +36,7 @@ def _looked_up(words, rows):
     try: yield
     finally: _rows.of = was
 
-@patch
+@patch(stands_in=True)
 def forward(self:EmbeddingDropout, words, scale=None):
     chunk,w,rows = getattr(_rows, 'of', None) or (None,)*3
     if rows is None or words is not chunk or self.emb.weight is not w or scale: return self._under_forward(words, scale)
@@ -87,7 +87,7 @@ def _cut(input, pad_idx, bptt, max_len):
     return torch.arange(sl, device=input.device) < kept + (sl-n)//bptt*bptt - (longest-n)//bptt*bptt
 
 # %% ../../nbs/api/04h_compat.text.ipynb #4afa09fc
-@patch
+@patch(stands_in=True)
 def forward(self:SentenceEncoder, input):
     if not is_xla(input): return self._under_forward(input)
     input = _aligned(input, self.pad_idx, self.bptt)

@@ -30,18 +30,29 @@ def _stop_if_fewer(cb, n_good):
     raise CancelFitException
 
 def _end(cb):
-    if cb._n_good is not None: _stop_if_fewer(cb, int(fetch(cb._n_good)))
+    if cb.__dict__.get('_n_good') is not None: _stop_if_fewer(cb, int(fetch(cb._n_good)))
 
 @patch
-def before_train(self:TerminateOnNaNCallback): _begin(self)
-@patch
-def before_validate(self:TerminateOnNaNCallback): _begin(self)
-@patch
-def after_train(self:TerminateOnNaNCallback): _end(self)
-@patch
-def after_validate(self:TerminateOnNaNCallback): _end(self)
+def before_train(self:TerminateOnNaNCallback):
+    _begin(self)
+    self._under_before_train()
 
 @patch
+def before_validate(self:TerminateOnNaNCallback):
+    _begin(self)
+    self._under_before_validate()
+
+@patch
+def after_train(self:TerminateOnNaNCallback):
+    _end(self)
+    self._under_after_train()
+
+@patch
+def after_validate(self:TerminateOnNaNCallback):
+    _end(self)
+    self._under_after_validate()
+
+@patch(stands_in=True)
 def after_batch(self:TerminateOnNaNCallback):
     "Test if `last_loss` is NaN and interrupts training."
     if not is_xla(self.loss): return self._under_after_batch()
