@@ -41,10 +41,12 @@ def fetch_attrs(
     attrs = [{k: v for k,v in vars(o).items() if has_xla(v)} for o in objs]
     for o,new in zip(objs, fetch(attrs)): o.__dict__.update(new)
 
-@patch(stands_in=True)
+@patch
 def accumulate(self:AvgSmoothLoss, learn):
+    if theirs(AvgSmoothLoss, 'accumulate'): fetch_attrs(self)   # fastai's, which it calls, computes on the host
     # where the first batch is cut short, the loss is fastai's zero on the CPU
-    if not (there := [t.device for t in (learn.loss, self.val) if is_xla(t)]): return self._under_accumulate(learn)
+    there = [t.device for t in (learn.loss, self.val) if is_xla(t)]
+    if not there or theirs(AvgSmoothLoss, 'accumulate'): return self._under_accumulate(learn)
     loss = to_detach(learn.loss.mean(), cpu=False)
     loss,self.val = (t if is_xla(t) else send([t], there[0])[0] for t in (loss, self.val))
     self.count += 1
