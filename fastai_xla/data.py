@@ -140,7 +140,6 @@ def _kept(cls):
         todo += code.co_names
     return res
 
-
 # %% ../nbs/api/06_data.ipynb #5bf0a1c9
 class _Settings:
     "Attributes that the items of `dl` may depend on; without a look at the items, which may draw"

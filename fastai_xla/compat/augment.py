@@ -54,7 +54,7 @@ def apply_perspective(coords, coeffs):
     flawed = new[...,2:].logical_not().any()   # a comparison with a number would be in float64
     return torch.where(flawed, flat, new[...,:2]/new[...,2:]).view(coords.shape).as_subclass(type(coords))
 
-# %% ../../nbs/api/04i_compat.augment.ipynb #04i00002
+# %% ../../nbs/api/04i_compat.augment.ipynb #04100002
 @patch
 def _encode(self:AffineCoordTfm, x, mode, reverse=False):
     drawn = not self.split_idx or type(self)._get_affine_mat is not AffineCoordTfm._get_affine_mat
@@ -97,10 +97,10 @@ def _crop_index(n, start, length, out):
 _no_size = ("Random crops without a size give each batch another shape, and XLA compiles a graph for each, which takes far "
             "longer than a step. Give them one: `aug_transforms(size=224, min_scale=.6)`.")
 
-_not_of_pictures = ("a random crop of a {0}: each batch is cropped elsewhere, and fastai's code, which crops a {0}, takes the place as "
-                    "Python numbers, which XLA compiles into the graph; crop one by one, with `item_tfms=RandomResizedCrop(size)`")
+_of_others = ("a random crop of a {0} is not recorded: where it begins is drawn for each batch, and the code that crops a {0} makes Python "
+              "numbers of that, which XLA compiles into the graph; crop item by item on the host, with `item_tfms=RandomResizedCrop(size)`")
 
-# %% ../../nbs/api/04i_compat.augment.ipynb #04i00005
+# %% ../../nbs/api/04i_compat.augment.ipynb #04100005
 _crops = WeakKeyDictionary()   # transform -> where its last crop begins, and its size
 
 def _size_of(b): return _size_of(b[0]) if isinstance(b, (tuple, list)) else b.shape[-2:]
@@ -123,7 +123,7 @@ def _encode(self:RandomResizedCropGPU, x, mode):
     if is_xla(x) and self.size is None: warnings.warn(_no_size)
     if self.size is None or not is_xla(x): return self._under__encode(x, mode)
     if not isinstance(x, (TensorImage, TensorMask)) or theirs(RandomResizedCropGPU, '_encode'):
-        if tracing_draws(): raise RuntimeError(_not_of_pictures.format(type(x).__name__))
+        if tracing_draws(): raise RuntimeError(_of_others.format(type(x).__name__))
         crop = copy(self)
         crop.tl,crop.cp_size = _crops[self]
         return crop._under__encode(x, mode)

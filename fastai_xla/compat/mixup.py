@@ -38,7 +38,7 @@ def before_batch(self:CutMix):
     self.learn.xb = (torch.where(inside(self.x, y1, y2, x1, x2), xb1, self.x), *self.xb[1:])
     if not self.stack_y: self.learn.yb = tuple(L(self.yb1, self.yb).map_zip(torch.lerp, weight=unsqueeze(self.lam, n=len(self.y.size())-1)))
 
-# %% ../../nbs/api/04j_compat.mixup.ipynb #04j00001
+# %% ../../nbs/api/04j_compat.mixup.ipynb #04200001
 @patch(stands_in=True)
 def before_batch(self:MixUp):
     "Blend xb and yb with another random item in a second batch (xb1,yb1) with `lam` weights"
@@ -53,7 +53,7 @@ def before_batch(self:MixUp):
     weight = unsqueeze(self.lam, n=len(self.y.size())-1)
     learn.yb = tuple(torch.lerp(a, b, weight=weight) for a,b in zip(self.yb1, self.yb))
 
-# %% ../../nbs/api/04j_compat.mixup.ipynb #04j00003
+# %% ../../nbs/api/04j_compat.mixup.ipynb #04200003
 def mixes(
     cb, # Callback
 ) -> bool:
