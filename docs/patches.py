@@ -35,7 +35,7 @@ def table() -> str: # Markdown
     defined = {at: getattr(v, '__module__', at[0]) == at[0] for at,v in before.items()}
     import fastai_xla.all
     for at,v in contents().items():
-        if before.get(at) is v or at[2].startswith('_orig_') or not home(v): continue
+        if before.get(at) is v or at[2].startswith(('_orig_', '_under_')) or not home(v): continue
         if at[1] or defined.get(at): rows.setdefault((home(v), '.'.join(filter(None, at[:2]))), []).append(at[2])
     lines = [f"| `{at}` | `{of}` | {', '.join(f'`{k}`' for k in sorted(ks))} |" for (at,of),ks in sorted(rows.items())]
     return '\n'.join(['| module of fastai_xla | class or module of fastai | replaced or added |', '|---|---|---|', *lines, ''])

@@ -30,6 +30,7 @@ from fastai.torch_core import TensorBase, apply, to_device
 from .runtime import *
 from .transfer import *
 from .draws import python_lock
+from .patching import patch
 
 # %% ../nbs/api/06_data.ipynb #0aa407d9
 def _tensors(o):
@@ -138,7 +139,6 @@ def _kept(cls):
         res |= {i.argval for i in dis.get_instructions(code) if i.opname == 'STORE_ATTR'}
         todo += code.co_names
     return res
-
 
 # %% ../nbs/api/06_data.ipynb #5bf0a1c9
 class _Settings:
@@ -267,7 +267,7 @@ def feed(
 @patch
 def __iter__(self:DataLoader):
     _stay_in_process(self)
-    if not feedable(self): return self._orig___iter__()
+    if not feedable(self): return self._under___iter__()
     return (b.batch() for b in feed(self))
 
 _iter = DataLoader.__iter__

@@ -185,7 +185,6 @@ def _probe(res):
             got = _fitted(_line_learner().to_xla(i))
             res['trained'][name] = all(abs(a-b) < .05 for a,b in zip(got, expected))
 
-
 # %% ../nbs/api/13c_doctor.ipynb #846b6f95
 _issues = "open an issue with what `fastai_xla_doctor --report` prints"
 _no_answer = "No answer within {:g} seconds. {}"

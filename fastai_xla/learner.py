@@ -44,6 +44,7 @@ import fastai_xla.compat.progress, fastai_xla.compat.tracker, fastai_xla.compat.
 import fastai_xla.compat.augment, fastai_xla.compat.mixup, fastai_xla.compat.metrics, fastai_xla.compat.fp16
 import fastai_xla.compat.text, fastai_xla.compat.gan, fastai_xla.compat.hook
 from .lowerings.all import register_lowerings
+from .patching import patch, bypassed
 
 # %% ../nbs/api/07_learner.ipynb #1d1b6ad4
 _is_tpu = ("to_xla('{}'): PyTorch calls a TPU 'xla'. Type `learn.to_xla()`: it takes the first XLA device, and what stands behind "
@@ -79,6 +80,9 @@ def _check_steps(replay, steps_per_execution):
         raise ValueError(f"to_xla(replay={replay}, steps_per_execution={steps_per_execution}): steps are run "
                          f"together once they are recorded, so this takes a number from 1 on, and `replay='auto'`.")
 
+_bypassed = ("{}: what XLA needs there no longer runs. Two packages have patched it, one before fastai_xla was imported and one "
+             "after it, and the later calls what the earlier has kept as `_orig_...`. Import `fastai_xla.all` after both.")
+
 def _check_learner(learn):
     if getattr(learn, 'dls', None) is None:
         raise ValueError("This learner has no DataLoaders, and on XLA they send the batches "
@@ -86,6 +90,7 @@ def _check_learner(learn):
     if defaults.use_cuda is False:
         raise ValueError("fastai has been told to put everything on the CPU, by `default_device(False)`. "
                          "Take that back with `default_device(None)`, then call `learn.to_xla()`.")
+    if names := bypassed(): warnings.warn(_bypassed.format(', '.join(names)))
 
 # %% ../nbs/api/07_learner.ipynb #09479c00
 @patch
@@ -146,19 +151,19 @@ def _warn_without(learn):
 def create_opt(self:Learner):
     "Create an optimizer with default hyper-parameters"
     if hasattr(self, 'xla_opt'): settle(self, opt=False)
-    self._orig_create_opt()
+    self._under_create_opt()
 
 @patch
 def before_fit(self:TrainEvalCallback):
     "Set the iter and epoch counters to 0, put the model and the right device"
     if hasattr(self.learn, 'xla_opt'): settle(self.learn)   # the model stays where it is, whatever the dataloaders' device has been
-    self._orig_before_fit()
+    self._under_before_fit()
 
 @patch
 def freeze_to(self:Learner, n):
     "Freeze parameter groups up to `n`"
     if hasattr(self, 'xla_opt'): settle(self)
-    self._orig_freeze_to(n)
+    self._under_freeze_to(n)
 
 @patch
 def fit(self:Learner, n_epoch, lr=None, wd=None, cbs=None, reset_opt=False, start_epoch=0):
@@ -166,7 +171,7 @@ def fit(self:Learner, n_epoch, lr=None, wd=None, cbs=None, reset_opt=False, star
     args = dict(lr=lr, wd=wd, cbs=cbs, reset_opt=reset_opt, start_epoch=start_epoch)
     if not hasattr(self, 'xla_opt'):
         _warn_without(self)
-        return self._orig_fit(n_epoch, **args)
+        return self._under_fit(n_epoch, **args)
     _check_default()
     settle(self)
     cb = self.xla_opt
@@ -174,7 +179,7 @@ def fit(self:Learner, n_epoch, lr=None, wd=None, cbs=None, reset_opt=False, star
     if cb.replay: cb.replay.start()
     cb.fitting = True
     try:
-        self._orig_fit(n_epoch, **args)
+        self._under_fit(n_epoch, **args)
         cb.settle()   # after an error, `_recover` has
     finally: cb.fitting = False
 
@@ -195,8 +200,8 @@ def _recover(learn):
 
 @patch
 def _do_fit(self:Learner):
-    if not hasattr(self, 'xla_opt'): return self._orig__do_fit()
-    try: self._orig__do_fit()
+    if not hasattr(self, 'xla_opt'): return self._under__do_fit()
+    try: self._under__do_fit()
     except CancelFitException: raise
     except BaseException as e:
         roots = (dict(model=self.model, loss_func=self.loss_func)
@@ -249,13 +254,13 @@ def detach_xla(self:Learner) -> Learner: # The learner itself, on the CPU
 
 # %% ../nbs/api/07_learner.ipynb #e2861907
 @patch
-@delegates(Learner._orig_export if hasattr(Learner, '_orig_export') else Learner.export)
+@delegates(Learner._under_export if hasattr(Learner, '_under_export') else Learner.export)
 def export(self:Learner, fname='export.pkl', **kwargs):
     "Export the content of `self` without the items and the optimizer state for inference"
-    if not hasattr(self, 'xla_opt'): return self._orig_export(fname, **kwargs)
+    if not hasattr(self, 'xla_opt'): return self._under_export(fname, **kwargs)
     cb = self.xla_opt
     self.detach_xla()
-    try: self._orig_export(fname, **kwargs)
+    try: self._under_export(fname, **kwargs)
     finally:
         _attach(self, cb)
         settle(self)

@@ -28,6 +28,7 @@ from fastai.vision.augment import AffineCoordTfm
 from .runtime import *
 from .graphs import *
 from .compat.core import kept_on_device
+from .compat.learner import keeps_metrics
 from .compat.metrics import on_host
 from .compat.mixup import mixes
 from .capture.state import *
@@ -121,8 +122,7 @@ def _metrics(self:LearnerStep):
     "The recorder's metrics: those that are sums, and others"
     rec = getattr(self.learn, 'recorder', None)
     if rec is None or rec not in self.learn.cbs or not len(self.learn.yb): return [],[]
-    # a package's own recorder has them elsewhere, and computes them after the step
-    mets = getattr(rec, '_train_mets' if self.learn.training else '_valid_mets', [])
+    mets = (rec._train_mets if self.learn.training else rec._valid_mets) if keeps_metrics(rec) else []
     # ahead of the recorder, which then does not hear of the batch
     late = self.late or any(cb.order < rec.order for cb in self.acting('cuts a batch short', _cuts))
     sums = [m for m in mets if any(type(m).accumulate is c.accumulate for c in _sums) and m not in on_host and not late]
@@ -270,7 +270,7 @@ def do_step(
 ):
     "fastai's step; on many devices with its weights where they should be"
     cb = learn.__dict__.get('xla_opt')
-    with cb.layout.in_step(learn.model, learn.xb) if cb else nullcontext(): learn._orig__do_one_batch()
+    with cb.layout.in_step(learn.model, learn.xb) if cb else nullcontext(): learn._under__do_one_batch()
 
 @patch
 def _step(self:LearnerStep, j):

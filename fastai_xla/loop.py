@@ -26,6 +26,7 @@ from .capture.values import *
 from .learner_step import *
 from .replay import *
 from .logged import *
+from .patching import patch, theirs
 
 # %% ../nbs/api/06c_loop.ipynb #acbdef69
 def _replay(learn):
@@ -35,12 +36,17 @@ def _replay(learn):
 
 # else they are given what fastai gives them
 def _own(learn):
-    return all(getattr(type(learn), n) is getattr(Learner, n) and n not in learn.__dict__ for n in ('one_batch', '_do_one_batch'))
+    own = all(getattr(type(learn), n) is getattr(Learner, n) and n not in learn.__dict__ for n in ('one_batch', '_do_one_batch'))
+    return own and type(learn)._set_device.__module__ == 'fastai.learner'
 
 def _uncounted(learn):
     "Has fastai yet to count the inputs of a batch?"
     dl = getattr(learn.dls, 'train', None)
     return isinstance(dl, TfmdDL) and len(dl.after_batch.fs) > 0 and not hasattr(dl.dataset, 'n_inp') and not hasattr(dl, '_n_inp')
+
+def _unfolded(learn):
+    "Do others call the callbacks, which would mix a batch before its transforms; or has fastai yet to count the batch's inputs?"
+    return type(learn)._call_one is not _here or theirs(Learner, '_call_one') or _uncounted(learn)
 
 # %% ../nbs/api/06c_loop.ipynb #acbdef6a
 _of_batch = {*'_split _with_events _do_one_batch'.split()}
@@ -55,14 +61,14 @@ def _as_fastais(f):
 def _replaced():
     "The `one_batch` that a package or a user has put in the place of fastai's, before ours or after, where it does something else"
     f = Learner.one_batch
-    f = Learner._orig_one_batch if f is _one_batch else f
+    f = Learner._under_one_batch if f is _one_batch else f
     return None if _as_fastais(f) else f
 
 # %% ../nbs/api/06c_loop.ipynb #acbdef6b
-@patch
+@patch(stands_in=True)
 def all_batches(self:Learner):
     "Train or evaluate `self.model` on all the batches of `self.dl`"
-    if _replay(self) is None or not feedable(self.dl) or not _own(self): return self._orig_all_batches()
+    if _replay(self) is None or not feedable(self.dl) or not _own(self): return self._under_all_batches()
     r,self.n_iter,i = _replay(self),len(self.dl),0
     r.looping = True
     r.passes += self.xla_opt.fitting   # a prediction is not audited each time
@@ -72,7 +78,7 @@ def all_batches(self:Learner):
     try:
         for raws in in_groups(feed(self.dl, r.n_steps), r.n_steps):
             if log: self._logged_batches(log, i, raws)
-            elif other or len(raws) == 1 or len(raws) < r.n_steps or _uncounted(self) or not r.several(i, raws):
+            elif other or len(raws) == 1 or len(raws) < r.n_steps or _unfolded(self) or not r.several(i, raws):
                 for j,b in enumerate(raws): one(self, i+j, b)
             i += len(raws)
     finally: r.looping = r.quiet = False
@@ -94,11 +100,12 @@ def _logged_batches(self:Learner, log, i, raws):
 def one_batch(self:Learner, i, b):
     "Train or evaluate `self.model` on batch `(xb,yb)`"
     r = _replay(self)
-    if r is None: return self._orig_one_batch(i, b)
+    if r is None: return self._under_one_batch(i, b)
+    if not _as_fastais(Learner._under_one_batch): return _by(Learner._under_one_batch, self, i, b)
     self.iter,self.replayed = i,None
     if not r.begun: r.begin()
     r.begun = False
-    folds = isinstance(b, RawBatch) and r.folds() and not _uncounted(self)
+    folds = isinstance(b, RawBatch) and r.folds() and not _unfolded(self)
     r.raws,r.later = [b] if folds else None,[]
     b = b.raw if folds else b.batch() if isinstance(b, RawBatch) else self._set_device(b)
     try:
@@ -110,11 +117,10 @@ _one_batch = Learner.one_batch
 
 def _by(f, learn, i, b):
     "A batch by a `one_batch` that is not ours, which is given what fastai gives it"
-    r = _replay(learn)
-    learn.replayed = None
-    r.begin()
+    r,learn.replayed = _replay(learn),None
+    if not r.begun: r.begin()
     r.raws,r.later,r.quiet,r.begun = None,[],False,True   # `f` may change anything
-    try: f(learn, i, b.batch())
+    try: f(learn, i, b.batch() if isinstance(b, RawBatch) else b)
     finally: r.open,r.begun,learn.replayed = False,False,None
 
 @patch
@@ -147,15 +153,17 @@ def _says_grad(f, seen):
 def _class_reads_grads(cls): return any(_says_grad(f, set()) for c in cls.__mro__ for f in vars(c).values())
 def _reads_grads(cb): return _class_reads_grads(type(cb)) or any(_says_grad(f, set()) for f in vars(cb).values())
 
-@patch
+@patch(stands_in=True)
 def __call__(self:Learner, event_name):
     "Call `event_name` for all `Callback`s in `self.cbs`"
-    if _replay(self) is None or not isinstance(event_name, str): return self._orig___call__(event_name)
+    if _replay(self) is None or not isinstance(event_name, str): return self._under___call__(event_name)
     self._call_one(event_name)
 
 @patch
 def _call_one(self:Learner, event_name):
-    if 'xla_opt' not in self.__dict__: return self._orig__call_one(event_name)
+    if 'xla_opt' not in self.__dict__: return self._under__call_one(event_name)
+    if theirs(Learner, '_call_one'):
+        with zeros_shown(self.model.parameters() if any(map(_reads_grads, self.cbs)) else ()): return self._under__call_one(event_name)
     if not hasattr(event, event_name): raise Exception(f'missing {event_name}')
     r = _replay(self)
     cbs = ordered(self) if r is None or event_name == 'after_fit' else list(r.acting(event_name))
@@ -164,6 +172,8 @@ def _call_one(self:Learner, event_name):
         if event_name == 'before_batch' and r and r.raws and (isinstance(cb, CastToTensor) or mixes(cb)): continue
         reads = _reads_grads(cb) if r is None else cb in r.acting('reads gradients', _reads_grads)
         with zeros_shown(self.model.parameters()) if reads else nullcontext(): cb(event_name)
+
+_here = Learner._call_one
 
 # %% ../nbs/api/06c_loop.ipynb #4d6803de
 @patch

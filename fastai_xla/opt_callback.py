@@ -40,7 +40,7 @@ def _other_params(learn):
 def _renew_opt(learn):
     "Make a new optimizer for the model; parameters that both hold keep their state, and the hyper-parameters stay"
     old,hypers = learn.opt,[dict(h) for h in learn.opt.hypers]
-    learn._orig_create_opt()
+    learn._under_create_opt()
     inner = lambda o: o.opt if isinstance(o, OptimWrapper) else o
     for p in _opt_params(learn.opt):
         if p in inner(old).state: inner(learn.opt).state[p] = inner(old).state[p]

@@ -109,7 +109,6 @@ def _marked(t, sharding):
 
 def _sharding(*axes): return mesh().get_op_sharding(axes)
 
-
 # %% ../nbs/api/06da_parallel.ipynb #1ec7a605
 def _split_params(model):
     owners = [m for m in model.modules() if getattr(m, 'gather_weights', True)]

@@ -21,6 +21,7 @@ from fastai.learner import Learner, AvgSmoothLoss
 from .runtime import *
 from .graphs import *
 from .transfer import *
+from .compat.learner import keeps_metrics
 from .compat.metrics import on_host
 from .capture.state import *
 from .capture.step import *
@@ -150,7 +151,7 @@ def _run(self:Replay, rec, inputs):
     if rec.settled: self.beside["what has changed the model or its optimizer since the step before"] += 1
     for m in self.others:
         if m in on_host: self.beside[f"the metric {m.name}, with numpy on the host, for which predictions are fetched"] += 1
-    if getattr(learn, 'recorder', None) and not hasattr(learn.recorder, '_train_mets'):
+    if getattr(learn, 'recorder', None) and not keeps_metrics(learn.recorder):
         self.beside["the metrics of a Recorder whose methods another package has replaced, which are computed after the step"] += 1
     self.advance()
     if not self.later and self.user_callbacks():   # numbers that they draw go on from those of the step

@@ -22,7 +22,7 @@ from common import image_dls, image_learner
 from probe import *
 
 dev = device()
-fastai_iter = DataLoader._orig___iter__
+fastai_iter = DataLoader._under___iter__
 
 def feeders(): return [t for t in threading.enumerate() if t.name.startswith('fastai_xla feed')]
 

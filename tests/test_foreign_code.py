@@ -363,7 +363,7 @@ def wraps(one_batch):
         return one_batch(self, i, (xb*.5, yb))
     return f
 
-@pytest.mark.parametrize('name', ['one_batch', '_orig_one_batch'])   # put there after this package is imported, and before
+@pytest.mark.parametrize('name', ['one_batch', '_under_one_batch'])   # put there after this package is imported, and before
 @pytest.mark.parametrize('f', [as_a_package_has_it, halves_the_batch, steps_twice, wraps])
 def test_learner_class_has_another_one_batch(monkeypatch, f, name):
     if f is wraps: f = wraps(getattr(Learner, name))
@@ -399,9 +399,9 @@ def own_recorder(monkeypatch, prefix):
     def after_epoch(self): self.values.append(self.log[1:].copy())
     for k,f in dict(before_fit=before_fit, after_batch=after_batch, before_train=reset, before_validate=reset, after_train=log,
                     after_validate=log, after_epoch=after_epoch).items():
-        monkeypatch.setattr(Recorder, prefix*hasattr(Recorder, f'_orig_{k}')+k, f)
+        monkeypatch.setattr(Recorder, prefix*hasattr(Recorder, f'_under_{k}')+k, f)
 
-@pytest.mark.parametrize('prefix', ['', '_orig_'])   # put there after this package is imported, and before
+@pytest.mark.parametrize('prefix', ['', '_under_'])   # put there after this package is imported, and before
 def test_recorder_keeps_its_metrics_elsewhere(monkeypatch, prefix):
     own_recorder(monkeypatch, prefix)
     learn = compare(lambda: learner(opt_func=SGD), fits)

@@ -1,5 +1,6 @@
 "With fastai_xla imported, training on the CPU is bit-identical to training without it"
-import subprocess, sys
+import json, subprocess, sys
+import own_process, pytest
 
 code = '''
 import hashlib, sys, tempfile, warnings
@@ -50,8 +51,119 @@ def test_replaced_methods_keep_their_documentation():
     import fastai_xla.all
     classes = {c for m in list(sys.modules.values()) if getattr(m, '__name__', '').startswith('fastai.')
                for c in vars(m).values() if isinstance(c, type)}
-    pairs = [(c, k[6:], vars(c)[k[6:]], v) for c in classes if c.__module__.startswith('fastai.')
-             for k,v in list(vars(c).items()) if k.startswith('_orig_') and k[6:] in vars(c)]
+    pairs = [(c, k[7:], vars(c)[k[7:]], v) for c in classes if c.__module__.startswith('fastai.')
+             for k,v in list(vars(c).items()) if k.startswith('_under_') and k[7:] in vars(c)]
     ours = [(f'{c.__name__}.{n}', f, orig) for c,n,f,orig in pairs if getattr(f, '__module__', '').startswith('fastai_xla')]
     assert len(ours) > 30
     assert not [n for n,f,orig in ours if orig.__doc__ and f.__doc__ != orig.__doc__]
+
+patched = '''
+from fastai.basics import *
+def patched(who):
+    @patch
+    def freeze_to(self:Learner, n):
+        order.append(who)
+        self._orig_freeze_to(n)
+    @patch
+    def after_batch(self:Recorder):
+        order.append(who)
+        self._orig_after_batch()
+if 'before' in sys.argv: patched('before')
+if 'with' in sys.argv: from fastai_xla.all import *
+if 'after' in sys.argv: patched('after')
+order,ds = [],[(torch.zeros(2), torch.zeros(1))]*8
+learn = Learner(DataLoaders.from_dsets(ds, ds, bs=4, num_workers=0, device='cpu'), nn.Linear(2, 1), loss_func=MSELossFlat())
+with learn.no_bar(), learn.no_logging():
+    learn.freeze_to(0)
+    learn.fit(1)
+    if 'with' in sys.argv: learn.to_xla().fit(1)
+assert order[0] == sys.argv[1] and len(order) == 1 + 4*(1 + ('with' in sys.argv)), order
+'''
+
+def test_packages_that_patch_the_same_methods(tmp_path):
+    "Before this one is imported, or after it; as without it"
+    for args in ('before',), ('before', 'with'), ('after', 'with'):
+        res = own_process.run(['-c', patched, *args], tmp_path, tmp_path)
+        assert res.returncode == 0, (args, res.stderr[-2000:])
+
+heard = '''
+from fastai.text.all import *
+import json
+when,names,order = sys.argv[1],sys.argv[3:],[]
+def hear(c, name):
+    f = getattr(c, name, noop)
+    def _inner(self, *args, **kwargs):
+        order.append(f'{c.__name__}.{name}')
+        return f(self, *args, **kwargs)
+    setattr(c, name, _inner)
+def package(): [hear(globals()[c], n) for c,n in (o.split('.') for o in names)]
+if when == 'before': package()
+if sys.argv[2] != 'without': from fastai_xla.all import *
+if when == 'after': package()
+set_seed(0)
+ds = [(torch.randn(4), torch.tensor(i%2)) for i in range(16)]
+dls = DataLoaders(*(SortedDL(ds, bs=4, sort_func=lambda o: 0, num_workers=0) for _ in range(2)))
+learn = Learner(dls, nn.Linear(4, 2), loss_func=CrossEntropyLossFlat(), metrics=accuracy, cbs=[MixUp(), TerminateOnNaNCallback()])
+if sys.argv[2] == 'xla': learn.to_xla()
+with learn.no_bar(), learn.no_logging(): learn.fit(3, 1e-2)
+print(json.dumps([order, [float(o) for o in learn.recorder.losses]]))
+'''
+
+# that fastai calls in each step or each epoch, and those that its class has of another, or does not have
+methods = '''Learner.__call__ Learner._call_one Learner.all_batches Learner.one_batch Learner._do_one_batch Learner._set_device Learner.create_opt
+Optimizer.zero_grad Optimizer.step Recorder.after_batch Recorder.after_fit AvgSmoothLoss.accumulate AvgMetric.accumulate MixUp.before_batch
+TerminateOnNaNCallback.before_train TerminateOnNaNCallback.after_train TerminateOnNaNCallback.after_batch DataLoader.do_batch'''.split()
+
+def hear(tmp_path, *args):
+    res = own_process.run(['-c', heard, *args], tmp_path, tmp_path)
+    assert res.returncode == 0, (args, res.stderr[-2000:])
+    return json.loads(res.stdout.splitlines()[-1])
+
+@pytest.fixture(scope='module')
+def on_cpu(tmp_path_factory): return hear(tmp_path_factory.mktemp('cpu'), 'before', 'without', *methods)
+
+@pytest.mark.parametrize('when', ['before', 'after'])
+def test_calls_are_heard_in_their_order(tmp_path, on_cpu, when):
+    assert {*on_cpu[0]} == {*methods}
+    assert hear(tmp_path, when, 'with', *methods) == on_cpu
+
+later = 'Learner._call_one Learner.one_batch Learner._set_device Optimizer.step MixUp.before_batch DataLoader.do_batch'.split()
+
+@pytest.mark.parametrize('name,when', [*((n, 'before') for n in methods), *((n, 'after') for n in later)])
+def test_calls_are_heard_on_xla(tmp_path, on_cpu, name, when):
+    "Each alone: one that is heard as Python at each step would have the others heard too"
+    order,losses = hear(tmp_path, when, 'xla', name)
+    assert len(order) == on_cpu[0].count(name)
+    assert len(losses) == len(on_cpu[1]) and max(abs(a-b) for a,b in zip(losses, on_cpu[1])) < 1e-6
+
+both = '''
+from fastai.vision.all import *
+import warnings
+def package():
+    @patch
+    def reset(self:Dice): self._orig_reset()
+    @patch
+    def before_fit(self:Recorder): self._orig_before_fit()
+    @patch
+    def fit(self:Learner, *args, **kwargs): return self._orig_fit(*args, **kwargs)
+package()
+from fastai_xla.all import *
+if 'twice' in sys.argv:
+    from fastcore.basics import patch
+    package()
+ds = [(torch.rand(3, 4, 4), torch.ones(4, 4).long())]*8
+learn = Learner(DataLoaders.from_dsets(ds, ds, bs=4, num_workers=0, device='cpu'), nn.Conv2d(3, 2, 1), loss_func=CrossEntropyLossFlat(axis=1), metrics=Dice())
+with learn.no_bar(), learn.no_logging(), warnings.catch_warnings(record=True) as told:
+    learn.fit(2)
+    warnings.simplefilter('always')
+    learn.to_xla()
+told = [str(w.message) for w in told if 'no longer runs' in str(w.message)]
+assert len(told) == ('twice' in sys.argv), told
+for n in ('Dice.reset', 'Recorder.before_fit', 'Learner.fit') if told else (): assert n in told[0], told
+'''
+
+@pytest.mark.parametrize('args', [(), ('twice',)])
+def test_packages_before_and_after(tmp_path, args):
+    "fastcore's `patch` goes past what is between two of them: on the CPU nothing needs that, and `to_xla` tells"
+    res = own_process.run(['-c', both, *args], tmp_path, tmp_path)
+    assert res.returncode == 0, res.stderr[-2000:]

@@ -210,7 +210,6 @@ def _taken(self:Recording, inputs, keys):
     n = len(keys)//2
     return self._taken(inputs, keys[:n]) + self._taken(inputs, keys[n:]) if n else keys
 
-
 # %% ../../nbs/api/05h_capture.recording.ipynb #182e33fa
 def _shape(reader):
     f,*at = reader

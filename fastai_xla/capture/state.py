@@ -26,7 +26,7 @@ from ..graphs import *
 
 if L not in pytree.SUPPORTED_NODES: pytree.register_pytree_node(L, lambda l: (list(l), None), lambda items,_: L(list(items)))
 
-# %% ../../nbs/api/05b_capture.state.ipynb #book0a1c
+# %% ../../nbs/api/05b_capture.state.ipynb #b00c0a1c
 def _rebuilt(cls, kind):
     "Function that makes a `cls` of items, without calling its `__init__`"
     def tuples(items, _): return tuple.__new__(cls, items)
@@ -56,7 +56,6 @@ def flatten(
     new = {type(l): k for l in leaves if not isinstance(l, torch.Tensor) and (k := _kind_of(l))}
     for cls,kind in new.items(): pytree.register_pytree_node(cls, _parts(kind), _rebuilt(cls, kind))
     return flatten(o) if new else (leaves, spec)
-
 
 # %% ../../nbs/api/05b_capture.state.ipynb #5e738090
 class Refused(RuntimeError):

@@ -16,6 +16,7 @@ from fastai.callback.core import GatherPredsCallback
 
 from ..runtime import *
 from ..transfer import *
+from ..patching import patch
 
 # %% ../../nbs/api/04a_compat.core.ipynb #84f72d41
 @contextmanager
@@ -39,22 +40,22 @@ def _fetch_held(cb): cb.__dict__.update(fetch({k: cb.__dict__[k] for k in _held 
 @patch
 def before_batch(self:GatherPredsCallback):
     "If `with_input`, detach batch inputs"
-    with kept_on_device(self.learn): self._orig_before_batch()
+    with kept_on_device(self.learn): self._under_before_batch()
 
 @patch
 def after_batch(self:GatherPredsCallback):
     "Save predictions, targets and potentially losses"
     pred = getattr(self, 'pred', None)
-    if not any(map(is_xla, L(pred))) or self.save_preds is not None or self.save_targs is not None: return self._orig_after_batch()
+    if not any(map(is_xla, L(pred))) or self.save_preds is not None or self.save_targs is not None: return self._under_after_batch()
     if self.iter == 0: self._nheld = 0
     if self._nheld > max_held:
         _fetch_held(self)
         self._nheld = 0
-    with kept_on_device(self.learn): self._orig_after_batch()
+    with kept_on_device(self.learn): self._under_after_batch()
     self._nheld += _nbytes(pred)
 
 @patch
 def after_validate(self:GatherPredsCallback):
     "Concatenate all recorded tensors"
     _fetch_held(self)
-    self._orig_after_validate()
+    self._under_after_validate()

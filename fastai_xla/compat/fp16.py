@@ -16,11 +16,12 @@ from torch.amp import GradScaler
 from fastai.callback.fp16 import AMPMode, MixedPrecision
 
 from ..runtime import *
+from ..patching import patch
 
 # %% ../../nbs/api/04l_compat.fp16.ipynb #bc8ce346
 @patch
 def before_fit(self:MixedPrecision):
-    if not any(map(is_xla, self.model.parameters())): return self._orig_before_fit()
+    if not any(map(is_xla, self.model.parameters())): return self._under_before_fit()
     if self.amp_mode == AMPMode.FP16:
         warnings.warn("On XLA `to_fp16()` trains in bfloat16, without a gradient scaler: a TPU computes in "
                       "bfloat16, and its range needs no scaling. `to_bf16()` says the same without this warning.")
@@ -30,4 +31,4 @@ def before_fit(self:MixedPrecision):
 @patch
 def before_step(self:MixedPrecision):
     "Use `self` as a fake optimizer. `self.skipped` will be set to True `after_step` if gradients overflow."
-    if self.autocast.device != 'xla': self._orig_before_step()   # without a scaler no step is ever skipped
+    if self.autocast.device != 'xla': self._under_before_step()   # without a scaler no step is ever skipped

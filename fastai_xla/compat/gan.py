@@ -13,14 +13,16 @@ from fastai.vision.gan import GANTrainer
 
 from .core import kept_on_device
 from .learner import fetch_attrs
+from ..patching import patch
 
 # %% ../../nbs/api/04m_compat.gan.ipynb #37dfd748
 @patch
 def after_batch(self:GANTrainer):
     "Record `last_loss` in the proper list."
-    with kept_on_device(self.learn): self._orig_after_batch()
+    with kept_on_device(self.learn): self._under_after_batch()
 
 @patch
 def after_train(self:GANTrainer):
     "Bring home the losses of the epoch and the last generated batch"
     fetch_attrs(self)
+    self._under_after_train()

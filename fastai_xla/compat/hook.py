@@ -14,17 +14,18 @@ from fastai.callback.hook import ActivationStats
 
 from ..runtime import *
 from ..transfer import *
+from ..patching import patch
 
 # %% ../../nbs/api/04n_compat.hook.ipynb #005b3d18
 @patch
 def before_fit(self:ActivationStats):
     "Initialize stats."
     if any(map(is_xla, self.model.parameters())): self.__dict__['cpu'] = False   # fastai warns of the name, which is its own
-    self._orig_before_fit()
+    self._under_before_fit()
 
-@patch
+@patch(stands_in=True)
 def hook(self:ActivationStats, m, i, o):
-    if not is_xla(o): return self._orig_hook(m, i, o)
+    if not is_xla(o): return self._under_hook(m, i, o)
     o = o.float()
     res = {'mean': o.mean(), 'std': o.std(), 'near_zero': (o <= 0.05).float().mean()}
     return res | {'hist': o.histc(40, 0, 10)} if self.with_hist else res
@@ -38,3 +39,4 @@ def _floats(o):
 def after_train(self:ActivationStats):
     "Bring the statistics of the epoch home"
     if has_xla(list(self.stats)): self.stats = _floats(fetch(self.stats))
+    self._under_after_train()

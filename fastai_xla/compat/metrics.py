@@ -20,11 +20,12 @@ from fastai.metrics import Dice, DiceMulti, JaccardCoeff, JaccardCoeffMulti, for
 
 from ..runtime import *
 from ..transfer import *
+from ..patching import patch
 
 # %% ../../nbs/api/04k_compat.metrics.ipynb #ee382572
 @patch
 def reset(self:Dice|DiceMulti):
-    self._orig_reset()
+    self._under_reset()
     self._counts = []
 
 def _overlap(learn, axis, classes):
@@ -33,19 +34,19 @@ def _overlap(learn, axis, classes):
     ps,ts = ((o[None] == classes[:,None]).float() for o in (pred, targ))
     return torch.stack([(ps*ts).sum(1), (ps+ts).sum(1)], dim=1)
 
-@patch
+@patch(stands_in=True)
 def accumulate(self:Dice, learn):
-    if not is_xla(learn.pred): return self._orig_accumulate(learn)
+    if not is_xla(learn.pred): return self._under_accumulate(learn)
     self._counts.append(_overlap(learn, self.axis, torch.ones(1, device=learn.pred.device)))
 
-@patch
+@patch(stands_in=True)
 def accumulate(self:DiceMulti, learn):
-    if not is_xla(learn.pred): return self._orig_accumulate(learn)
+    if not is_xla(learn.pred): return self._under_accumulate(learn)
     self._counts.append(_overlap(learn, self.axis, torch.arange(learn.pred.shape[self.axis], device=learn.pred.device)))
 
 def _add_up(met):
     "Add the counts of all batches to `inter` and `union`, as fastai would have at each batch"
-    for c in fetch(met._counts):
+    for c in fetch(met.__dict__.get('_counts', [])):
         if isinstance(met.inter, dict):
             for i,(inter,union) in enumerate(c.tolist()): met.inter[i],met.union[i] = met.inter.get(i, 0)+inter,met.union.get(i, 0)+union
         else: met.inter,met.union = met.inter+c[0,0].item(),met.union+c[0,1].item()
@@ -86,12 +87,12 @@ def _note_host(met, e):
 @patch
 def accumulate(self:AvgMetric, learn):
     f = self.func
-    if not has_xla(learn.pred): return self._orig_accumulate(learn)
-    if self in on_host: return self._orig_accumulate(_fetched(learn))
+    if not has_xla(learn.pred): return self._under_accumulate(learn)
+    if self in on_host: return self._under_accumulate(_fetched(learn))
     self.func = partial(_on_xla.get(f.func, f.func), *f.args, **f.keywords) if isinstance(f, partial) else _on_xla.get(f, f)
-    try: self._orig_accumulate(learn)
+    try: self._under_accumulate(learn)
     except TypeError as e:
         if not _is_of_host(e): raise
         _note_host(self, e)
     finally: self.func = f
-    if self in on_host: self._orig_accumulate(_fetched(learn))
+    if self in on_host: self._under_accumulate(_fetched(learn))

@@ -19,12 +19,13 @@ from fastai.torch_core import unsqueeze
 from ..runtime import *
 from ..draws import *
 from .augment import inside
+from ..patching import patch
 
 # %% ../../nbs/api/04j_compat.mixup.ipynb #fd1a2b7a
-@patch
+@patch(stands_in=True)
 def before_batch(self:CutMix):
     "Add `rand_bbox` patches with size based on `lam` and location chosen randomly."
-    if not is_xla(self.x): return self._orig_before_batch()
+    if not is_xla(self.x): return self._under_before_batch()
     bs,_,H,W = self.x.size()
     def draw():
         lam = self.distrib.sample((1,))
@@ -37,11 +38,11 @@ def before_batch(self:CutMix):
     self.learn.xb = (torch.where(inside(self.x, y1, y2, x1, x2), xb1, self.x), *self.xb[1:])
     if not self.stack_y: self.learn.yb = tuple(L(self.yb1, self.yb).map_zip(torch.lerp, weight=unsqueeze(self.lam, n=len(self.y.size())-1)))
 
-# %% ../../nbs/api/04j_compat.mixup.ipynb #04j00001
-@patch
+# %% ../../nbs/api/04j_compat.mixup.ipynb #04200001
+@patch(stands_in=True)
 def before_batch(self:MixUp):
     "Blend xb and yb with another random item in a second batch (xb1,yb1) with `lam` weights"
-    if not is_xla(self.x): return self._orig_before_batch()
+    if not is_xla(self.x): return self._under_before_batch()
     n,learn = self.y.size(0),self.learn
     lam,shuffle = drawn(lambda: [self.distrib.sample((n,)).squeeze(), torch.randperm(n)], self.x.device)
     self.lam = torch.stack([lam, 1-lam], 1).max(1)[0]
@@ -52,7 +53,7 @@ def before_batch(self:MixUp):
     weight = unsqueeze(self.lam, n=len(self.y.size())-1)
     learn.yb = tuple(torch.lerp(a, b, weight=weight) for a,b in zip(self.yb1, self.yb))
 
-# %% ../../nbs/api/04j_compat.mixup.ipynb #04j00003
+# %% ../../nbs/api/04j_compat.mixup.ipynb #04200003
 def mixes(
     cb, # Callback
 ) -> bool:

@@ -20,6 +20,7 @@ from fastai.optimizer import (Optimizer, Lookahead, OptimWrapper, average_grad, 
 
 from ..runtime import *
 from ..transfer import *
+from ..patching import patch, theirs
 
 # %% ../../nbs/api/04c_compat.optimizer.ipynb #472d6765
 def _lamb_step(p, lr, mom, step, sqr_mom, grad_avg, sqr_avg, eps, **kwargs):
@@ -47,11 +48,10 @@ def _xla_cb(cb):
 # %% ../../nbs/api/04c_compat.optimizer.ipynb #c87bc40d
 @patch
 def zero_grad(self:Optimizer):
-    for p,*_ in self.all_params(with_grad=True):
-        if is_xla(p): p.grad,p._cleared = None,True
-        else:
-            p.grad.detach_()
-            p.grad.zero_()
+    there = [p for p,*_ in self.all_params(with_grad=True) if is_xla(p)]
+    if theirs(Optimizer, 'zero_grad'): self._under_zero_grad()   # which may look at gradients
+    for p in there: p.grad,p._cleared = None,True
+    if not theirs(Optimizer, 'zero_grad'): self._under_zero_grad()
 
 def restore_cleared(
     params, # Parameters
@@ -75,10 +75,10 @@ def zeros_shown(
 
 @patch
 def step(self:Optimizer, closure=None):
-    if closure is not None or not any(is_xla(p) for pg in self.param_lists for p in pg): return self._orig_step(closure)
+    if closure is not None or not any(is_xla(p) for pg in self.param_lists for p in pg): return self._under_step(closure)
     restore_cleared(p for pg in self.param_lists for p in pg)
     cbs,self.cbs = self.cbs,self.cbs.map(_xla_cb)
-    try: self._orig_step()
+    try: self._under_step()
     finally: self.cbs = cbs
 
 # %% ../../nbs/api/04c_compat.optimizer.ipynb #786decc8
@@ -162,7 +162,7 @@ def swap_params(
 def load_state_dict(self:Optimizer,
     sd:dict # State dict with `hypers` and `state` to load on the optimizer
 ):
-    self._orig_load_state_dict(sd)
+    self._under_load_state_dict(sd)
     _move_state(self.state)
 
 _lookahead_load = Lookahead.load_state_dict

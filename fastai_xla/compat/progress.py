@@ -13,19 +13,20 @@ from fastai.callback.progress import ProgressCallback
 
 from ..runtime import *
 from ..transfer import *
+from ..patching import patch
 
 # %% ../../nbs/api/04d_compat.progress.ipynb #278faf75
 @patch
 def before_fit(self:ProgressCallback):
     "Setup the master bar over the epochs"
     self._look = Look()
-    self._orig_before_fit()
+    self._under_before_fit()
 
-@patch
+@patch(stands_in=True)
 def after_batch(self:ProgressCallback):
     "Update the current progress bar"
     learn = self.learn
     loss = getattr(learn, 'smooth_loss', None)
-    if not is_xla(loss): return self._orig_after_batch()
+    if not is_xla(loss): return self._under_after_batch()
     self.pbar.update(learn.iter+1)
     if (seen := self._look(loss)) is not None: self.pbar.comment = f'{seen.item():.4f}'

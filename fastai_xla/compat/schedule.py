@@ -14,6 +14,7 @@ from fastai.callback.schedule import LRFinder, ParamScheduler
 
 from ..runtime import *
 from ..transfer import *
+from ..patching import patch
 
 # %% ../../nbs/api/04f_compat.schedule.ipynb #cd5c0547
 def _diverged(
@@ -40,12 +41,12 @@ def _cut_where_diverged(
 def before_fit(self:LRFinder):
     "Initialize container for hyper-parameters and save the model"
     self._look = Look()
-    self._orig_before_fit()
+    self._under_before_fit()
 
-@patch
+@patch(stands_in=True)
 def after_batch(self:LRFinder):
     "Record hyper-parameters of this batch and potentially stop training"
-    if not is_xla(self.loss): return self._orig_after_batch()
+    if not is_xla(self.loss): return self._under_after_batch()
     ParamScheduler.after_batch(self)
     if self._look.due() and _cut_where_diverged(self, self._look.fetch(self.learn.recorder.losses[:-1])): raise CancelFitException()
     if self.train_iter >= self.num_it: raise CancelFitException()
@@ -54,4 +55,4 @@ def after_batch(self:LRFinder):
 def after_fit(self:LRFinder):
     "Save the hyper-parameters in the recorder if there is one and load the original model"
     if is_xla(self.loss): _cut_where_diverged(self, fetch(self.learn.recorder.losses))
-    self._orig_after_fit()
+    self._under_after_fit()

@@ -24,6 +24,7 @@ from fastai.torch_core import get_model, one_param
 
 from ..runtime import *
 from ..transfer import *
+from ..patching import patch
 
 # %% ../../nbs/api/04h_compat.text.ipynb #e29819f5
 _rows = threading.local()   # of the chunk that is read in this thread
@@ -35,10 +36,10 @@ def _looked_up(words, rows):
     try: yield
     finally: _rows.of = was
 
-@patch
+@patch(stands_in=True)
 def forward(self:EmbeddingDropout, words, scale=None):
     chunk,w,rows = getattr(_rows, 'of', None) or (None,)*3
-    if rows is None or words is not chunk or self.emb.weight is not w or scale: return self._orig_forward(words, scale)
+    if rows is None or words is not chunk or self.emb.weight is not w or scale: return self._under_forward(words, scale)
     if not self.training or self.embed_p == 0: return rows
     return rows * F.embedding(words, dropout_mask(w.data, (len(w), 1), self.embed_p))
 
@@ -86,9 +87,9 @@ def _cut(input, pad_idx, bptt, max_len):
     return torch.arange(sl, device=input.device) < kept + (sl-n)//bptt*bptt - (longest-n)//bptt*bptt
 
 # %% ../../nbs/api/04h_compat.text.ipynb #4afa09fc
-@patch
+@patch(stands_in=True)
 def forward(self:SentenceEncoder, input):
-    if not is_xla(input): return self._orig_forward(input)
+    if not is_xla(input): return self._under_forward(input)
     input = _aligned(input, self.pad_idx, self.bptt)
     bs,sl = input.size()
     if hasattr(self.module, 'bs'): self.module.bs = bs   # so that the first state does not depend on the batch before
@@ -136,15 +137,15 @@ fastai.text.data.pad_chunk = pad_chunk
 @patch
 def do_batch(self:SortedDL, b):
     "Combines `create_batch` and `before_batch` to get a batch of items. Input is a list of items to collate."
-    if not is_xla(self.device): return self._orig_do_batch(b)
+    if not is_xla(self.device): return self._under_do_batch(b)
     _padding.dl = self
-    try: return self._orig_do_batch(b)
+    try: return self._under_do_batch(b)
     finally: _padding.dl = None
 
 # %% ../../nbs/api/04h_compat.text.ipynb #82df7a5b
 @patch
 def _apply(self:AWD_LSTM, *args, **kwargs):
-    self._orig__apply(*args, **kwargs)
+    self._under__apply(*args, **kwargs)
     if has_xla(self.hidden) != is_xla(one_param(self)): self.reset()
     return self
 
@@ -159,7 +160,7 @@ def save_encoder(self:TextLearner,
 ):
     "Save the encoder to `file` in the model directory"
     state = _encoder(self).state_dict()
-    if not has_xla(state): return self._orig_save_encoder(file)
+    if not has_xla(state): return self._under_save_encoder(file)
     torch.save(fetch(state), join_path_file(file, self.path/self.model_dir, ext='.pth'))
 
 def _load_device(device): return 'cpu' if is_xla(device) else device
@@ -170,7 +171,7 @@ def load_encoder(self:TextLearner,
     device:int|str|torch.device=None # Device used to load, defaults to `dls` device
 ):
     "Load the encoder `file` from the model directory, optionally ensuring it's on `device`"
-    return self._orig_load_encoder(file, device=_load_device(self.dls.device if device is None else device))
+    return self._under_load_encoder(file, device=_load_device(self.dls.device if device is None else device))
 
 _load_model_text,_load_ignore_keys = fastai.text.learner.load_model_text,fastai.text.learner.load_ignore_keys
 
@@ -193,10 +194,10 @@ def predict(self:LMLearner, text, n_words=1, no_unk=True, temperature=1., min_p=
             no_bar=False, decoder=decode_spec_tokens, only_last_word=False):
     "Return `text` and the `n_words` that come after"
     args = n_words,no_unk,temperature,min_p,no_bar,decoder,only_last_word
-    if not hasattr(self, 'xla_opt'): return self._orig_predict(text, *args)
+    if not hasattr(self, 'xla_opt'): return self._under_predict(text, *args)
     cb = self.xla_opt
     self.detach_xla()
-    try: return self._orig_predict(text, *args)
+    try: return self._under_predict(text, *args)
     finally:
         self.to_xla(cb.device)
         self.xla_opt.log,self.xla_opt.replay = cb.log,cb.replay

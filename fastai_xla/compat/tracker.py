@@ -15,6 +15,7 @@ from fastai.callback.tracker import TerminateOnNaNCallback
 
 from ..runtime import *
 from ..transfer import *
+from ..patching import patch
 
 # %% ../../nbs/api/04e_compat.tracker.ipynb #039f6e2e
 def _begin(cb):
@@ -29,21 +30,32 @@ def _stop_if_fewer(cb, n_good):
     raise CancelFitException
 
 def _end(cb):
-    if cb._n_good is not None: _stop_if_fewer(cb, int(fetch(cb._n_good)))
+    if cb.__dict__.get('_n_good') is not None: _stop_if_fewer(cb, int(fetch(cb._n_good)))
 
 @patch
-def before_train(self:TerminateOnNaNCallback): _begin(self)
-@patch
-def before_validate(self:TerminateOnNaNCallback): _begin(self)
-@patch
-def after_train(self:TerminateOnNaNCallback): _end(self)
-@patch
-def after_validate(self:TerminateOnNaNCallback): _end(self)
+def before_train(self:TerminateOnNaNCallback):
+    _begin(self)
+    self._under_before_train()
 
 @patch
+def before_validate(self:TerminateOnNaNCallback):
+    _begin(self)
+    self._under_before_validate()
+
+@patch
+def after_train(self:TerminateOnNaNCallback):
+    _end(self)
+    self._under_after_train()
+
+@patch
+def after_validate(self:TerminateOnNaNCallback):
+    _end(self)
+    self._under_after_validate()
+
+@patch(stands_in=True)
 def after_batch(self:TerminateOnNaNCallback):
     "Test if `last_loss` is NaN and interrupts training."
-    if not is_xla(self.loss): return self._orig_after_batch()
+    if not is_xla(self.loss): return self._under_after_batch()
     if self._n_good is None: self._n_good,self._going = send([torch.tensor(0), torch.tensor(True)], self.loss.device)
     self._going = self._going & torch.isfinite(self.loss.detach()).all()
     self._n_good = self._n_good + self._going

@@ -12,12 +12,12 @@ import traceback
 
 from fastcore.all import *
 from plum import Function, NotFoundLookupError
-
+from ..patching import patch
 
 # %% ../../nbs/api/04g_compat.transform.ipynb #674b01fd
 @patch
 def _resolve_method_with_cache(self:Function, *args, **kwargs):
-    try: return self._orig__resolve_method_with_cache(*args, **kwargs)
+    try: return self._under__resolve_method_with_cache(*args, **kwargs)
     except NotFoundLookupError as e:
         traceback.clear_frames(e.__traceback__)
         raise e.with_traceback(None)

@@ -70,7 +70,6 @@ def _slice(x, dim=0, start=None, end=None, step=1):
     keys = (torch._C._dispatch_keys(x) & _after_autograd).add(_autograd)
     return torch.ops.aten.slice.Tensor.redispatch(keys, x, dim, start, end, step)
 
-
 # %% ../../nbs/api/01j_lowerings.wrong.ipynb #b2c1ab32
 absolute = Lowering('abs', lambda: True, 'the absolute value of complex numbers is complex')
 
