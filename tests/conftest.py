@@ -1,4 +1,6 @@
-import os
+import gc, os
+from itertools import chain
+from types import SimpleNamespace
 import pytest
 os.environ.setdefault('PJRT_DEVICE', 'CPU')
 os.environ.setdefault('MPLBACKEND', 'agg')
@@ -10,6 +12,27 @@ quick_compiles = ('--xla_backend_optimization_level=0 --xla_llvm_disable_expensi
 os.environ.setdefault('XLA_FLAGS', quick_compiles)
 # of some thousand graphs in one process, the later ones would find no address space
 os.environ.setdefault('XLA_COMPILATION_CACHE_SIZE', '128')
+
+def pytest_configure(config):
+    """What the imports have made, some 600,000 objects, stays frozen
+
+    A fit looks through all objects several times, to find tensors and what a step has made, which is half the time of a small fit.
+    The package unfreezes all after each look; so here, what a step has made is what is young while nothing is collected.
+    Notebooks, and tests in processes of their own, leave this to the package"""
+    if config.getoption('numprocesses', None): return   # its workers do
+    import fastai.collab, fastai.tabular.all, fastai.text.all, fastai.vision.all, fastai_xla.all
+    from fastai_xla.capture import effects
+    was = []
+    def freeze():
+        was.append(gc.isenabled())
+        gc.disable()
+        gc.collect(1)   # leaves nothing young
+    def unfreeze():
+        if was.pop(): gc.enable()
+    effects.gc = SimpleNamespace(freeze=freeze, unfreeze=unfreeze)
+    effects._ids = lambda: set(map(id, chain.from_iterable(map(gc.get_objects, (0,)))))   # in one call of C, as there
+    gc.collect()
+    gc.freeze()
 
 def pytest_pycollect_makeitem(collector, name, obj):
     "fastai's star imports bring functions called `test_eq` and the like: only a module's own functions are tests"

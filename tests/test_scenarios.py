@@ -1,7 +1,8 @@
 """What users write in callbacks, losses, models and data, replayed: the numbers of retraced steps, and of fastai on the CPU
 
 Steps that cannot be replayed are retraced, and the report says why."""
-import pytest
+from pathlib import Path
+import own_process, pytest
 from scenarios import callbacks, data, kept, losses, models, optimizers, settings, state
 from scenarios.base import differences, play, scenarios, unexplained
 
@@ -13,7 +14,7 @@ _refused = [
     ('is no attribute of the model', 'teacher_in_a_list'),
     ('changes within the step', 'batch_transform_that_counts'),
     ('the value of a tensor is read', 'average_of_the_loss_by_hand'),
-    ('changes a list', 'list_of_losses_within_the_step auxiliary_losses_in_a_list'),
+    ('changes a list', 'list_of_losses_within_the_step auxiliary_losses_in_a_list list_made_before_the_batch'),
     ('draws random numbers on the host', 'draws_of_random coin_of_stochastic_depth batch_transform_draws_on_the_host'),
     ('a graph of its own', 'gradient_penalty'),
     ('an object with tensors', 'returns_an_object_read_after_the_batch returns_an_object_with_slots_read_after_the_batch'),
@@ -39,5 +40,23 @@ def test_replayed_is_retraced_is_the_cpu(name):
     report = learn.xla_report()
     told = [*report.plain, *report.beside]
     if name in refused: assert any(refused[name] in why for why in told), told
+
+def test_list_that_a_step_makes_is_its_own():
+    learn,counts,_ = play(scenarios['list_made_within_the_step'])
+    assert counts['replayed'] and not learn.xla_report().plain
+
+found = ('list_of_losses_within_the_step auxiliary_losses_in_a_list list_made_before_the_batch features_by_a_hook_into_a_dict '
+    'hidden_state_in_a_deque hidden_state_in_a_weak_dict').split()
+
+def test_what_a_step_has_made_is_told_by_the_collector_itself(tmp_path):
+    "In the tests' own process, `conftest.py` tells it another way"
+    code = f"""
+import gc, test_scenarios
+from fastai_xla.capture import effects
+assert effects.gc is gc
+for name in {found}: test_scenarios.test_replayed_is_retraced_is_the_cpu(name)
+test_scenarios.test_list_that_a_step_makes_is_its_own()"""
+    res = own_process.run(['-c', code], tmp_path, Path(__file__).parent)
+    assert not res.returncode, res.stderr
 
 def test_there_are_enough(): assert len(scenarios) >= 120

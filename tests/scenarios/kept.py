@@ -148,6 +148,22 @@ def auxiliary_losses_in_a_list():
     return learner(mlp(Block()), cbs=Adds())
 
 @scenario
+def list_made_before_the_batch():
+    class Lists(Train):
+        def before_batch(self): self.new = []
+        def after_loss(self): self.new.append(1.)
+    return learner(cbs=Lists())
+
+@scenario
+def list_made_within_the_step():
+    class Halves(nn.Module):
+        def forward(self, x):
+            halves = []
+            for o in x.chunk(2): halves.append(o.tanh())
+            return torch.cat(halves)
+    return learner(mlp(Halves()))
+
+@scenario
 def auxiliary_losses_in_a_list_of_the_model():
     class Net(nn.Module):
         def __init__(self):
