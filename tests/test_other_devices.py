@@ -103,16 +103,18 @@ if when == 'after': package()
 set_seed(0)
 ds = [(torch.randn(4), torch.tensor(i%2)) for i in range(16)]
 dls = DataLoaders(*(SortedDL(ds, bs=4, sort_func=lambda o: 0, num_workers=0) for _ in range(2)))
-learn = Learner(dls, nn.Linear(4, 2), loss_func=CrossEntropyLossFlat(), metrics=accuracy, cbs=[MixUp(), TerminateOnNaNCallback()])
+cbs = [MixUp(), TerminateOnNaNCallback()]
+learn = Learner(dls, nn.Linear(4, 2), loss_func=CrossEntropyLossFlat(), metrics=accuracy, cbs=cbs)
 if sys.argv[2] == 'xla': learn.to_xla()
 with learn.no_bar(), learn.no_logging(): learn.fit(3, 1e-2)
 print(json.dumps([order, [float(o) for o in learn.recorder.losses]]))
 '''
 
 # that fastai calls in each step or each epoch, and those that its class has of another, or does not have
-methods = '''Learner.__call__ Learner._call_one Learner.all_batches Learner.one_batch Learner._do_one_batch Learner._set_device Learner.create_opt
-Optimizer.zero_grad Optimizer.step Recorder.after_batch Recorder.after_fit AvgSmoothLoss.accumulate AvgMetric.accumulate MixUp.before_batch
-TerminateOnNaNCallback.before_train TerminateOnNaNCallback.after_train TerminateOnNaNCallback.after_batch DataLoader.do_batch'''.split()
+methods = '''Learner.__call__ Learner._call_one Learner.all_batches Learner.one_batch Learner._do_one_batch Learner._set_device
+Learner.create_opt Optimizer.zero_grad Optimizer.step Recorder.after_batch Recorder.after_fit
+AvgSmoothLoss.accumulate AvgMetric.accumulate MixUp.before_batch TerminateOnNaNCallback.before_train
+TerminateOnNaNCallback.after_train TerminateOnNaNCallback.after_batch DataLoader.do_batch'''.split()
 
 def hear(tmp_path, *args):
     res = own_process.run(['-c', heard, *args], tmp_path, tmp_path)
@@ -152,7 +154,8 @@ if 'twice' in sys.argv:
     from fastcore.basics import patch
     package()
 ds = [(torch.rand(3, 4, 4), torch.ones(4, 4).long())]*8
-learn = Learner(DataLoaders.from_dsets(ds, ds, bs=4, num_workers=0, device='cpu'), nn.Conv2d(3, 2, 1), loss_func=CrossEntropyLossFlat(axis=1), metrics=Dice())
+dls = DataLoaders.from_dsets(ds, ds, bs=4, num_workers=0, device='cpu')
+learn = Learner(dls, nn.Conv2d(3, 2, 1), loss_func=CrossEntropyLossFlat(axis=1), metrics=Dice())
 with learn.no_bar(), learn.no_logging(), warnings.catch_warnings(record=True) as told:
     learn.fit(2)
     warnings.simplefilter('always')

@@ -32,6 +32,7 @@ def _stop_if_fewer(cb, n_good):
 def _end(cb):
     if cb.__dict__.get('_n_good') is not None: _stop_if_fewer(cb, int(fetch(cb._n_good)))
 
+# %% ../../nbs/api/04e_compat.tracker.ipynb #039f6e2f
 @patch
 def before_train(self:TerminateOnNaNCallback):
     _begin(self)
