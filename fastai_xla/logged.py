@@ -67,7 +67,7 @@ def one_batch(self:Logged,
     r.begin()
     r.open,r.raws,r.later,learn.replayed = False,None,[],None
     self.kind = learn.training,*map(_shape, flatten(b.raw if isinstance(b, RawBatch) else b)[0])
-    if log.fresh or not learn.iter or r.tracing: settle_tensors()
+    if log.fresh or not log.root.kids: settle_tensors()   # else what is pending would be dropped, or taken for a result of the step
     log.begin()
     self.rng,r.tracing = rng_state(),False
     try:
