@@ -31,7 +31,7 @@ from .learner_step import *
 from .unknown import *
 from .replay import *
 from .replay import _zeros
-from .recordings import stale
+from .recordings import _stale
 from .capture.step import aliased
 
 # %% ../nbs/api/06bb_logged.ipynb #b6d4fea5
@@ -193,7 +193,7 @@ def _audit(self:Logged, p):
     finally: r.auditing = False
     if not differs: return p.ready(log.taken, log.nums)
     self.off[training] = why = f"an audit found that the step is not what was recorded: {differs}"
-    warnings.warn(stale(r.learn, why, p.runs-since))
+    warnings.warn(_stale(r.learn, why, p.runs-since))
     r.plain[why] += 1
     raise Refused(why)
 
