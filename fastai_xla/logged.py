@@ -95,7 +95,7 @@ def _accumulate(met, learn):
 def _step(self:Logged, b):
     "Batch transforms, `before_batch`, the step and the metrics that are sums"
     learn,rec = self.replay.learn,getattr(self.replay.learn, 'recorder', None)
-    self.mets,self.others,self.smooth = [],[],None
+    self.mets,self.others,self.smooth,cancelled,was = [],[],None,False,getattr(learn, 'loss', None)
     try:
         if isinstance(b, RawBatch):
             with torch.autocast('xla', enabled=False): b = b.batch()
@@ -103,9 +103,9 @@ def _step(self:Logged, b):
         learn._split(b)
         learn('before_batch')
         learn._do_one_batch()
-        cancelled = False
     except CancelBatchException: cancelled = True
-    if cancelled: return True
+    # the recorder counts a batch that was cancelled, as where gradients accumulate
+    if cancelled and (getattr(learn, 'loss', None) is was or self.replay.acting('after_cancel_batch')): return True
     self.mets,self.others = self.replay._metrics()
     for m in self.mets:
         _zeros(m, learn.xla_opt.device)
@@ -114,6 +114,7 @@ def _step(self:Logged, b):
     with kept_on_device(learn):
         for m in self.mets: _accumulate(m, learn)
     if learn.training and any(m is rec.smooth_loss for m in self.mets): self.smooth = rec.smooth_loss.value
+    return cancelled
 
 # %% ../nbs/api/06bb_logged.ipynb #eaa8af64
 @patch
