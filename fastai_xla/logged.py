@@ -62,14 +62,13 @@ def one_batch(self:Logged,
 ):
     "`Learner.one_batch` with its torch calls logged"
     r,learn = self.replay,self.replay.learn
-    getattr(learn.dls, 'n_inp', None)   # reads an item the first time: no call of the step
     log = self.log = self.logs[learn.training]
     r.begin()
     r.open,r.raws,r.later,learn.replayed = False,None,[],None
     self.kind = learn.training,*map(_shape, flatten(b.raw if isinstance(b, RawBatch) else b)[0])
     if log.fresh or not log.root.kids: settle_tensors()   # else what is pending would be dropped, or taken for a result of the step
     log.begin()
-    self.rng,r.tracing = rng_state(),False
+    self.rng,r.tracing,r.auditing = rng_state(),False,False
     try:
         with logging(log): cancelled = self._step(b)
         b = None
@@ -92,6 +91,13 @@ def _accumulate(met, learn):
 
 # %% ../nbs/api/06bb_logged.ipynb #837b113f
 @patch
+def _count_inputs(self:Logged):
+    "fastai reads an item for it the first time, which is no call of the step"
+    self.log.busy += 1
+    try: getattr(self.replay.learn.dls, 'n_inp', None)
+    finally: self.log.busy -= 1
+
+@patch
 def _step(self:Logged, b):
     "Batch transforms, `before_batch`, the step and the metrics that are sums"
     learn,rec = self.replay.learn,getattr(self.replay.learn, 'recorder', None)
@@ -100,6 +106,7 @@ def _step(self:Logged, b):
         if isinstance(b, RawBatch):
             with torch.autocast('xla', enabled=False): b = b.batch()
         else: b = learn._set_device(b)
+        self._count_inputs()
         learn._split(b)
         learn('before_batch')
         learn._do_one_batch()
@@ -155,6 +162,7 @@ def _run(self:Logged) -> bool: # Has it been run?
         if i in held: log.renew(i, v)
     log.tidy()
     r.learn.xla_opt.ran = True
+    r.tell_others(self.others)
     self.counts[r.learn.training]['replayed'] += 1
     if r.user_callbacks():   # numbers that they draw go on from those of the step
         manual_seed(after_draws(self.rng, p.n_draws))
@@ -190,8 +198,7 @@ def _audit(self:Logged, p):
     r.tracing = r.auditing = True
     r.audits[training] += 1
     since,p.since,p.audited = p.since,p.runs,r.passes
-    try: differs = p.audit(log.outside, log.hosts, log.nums, log.taken)
-    finally: r.auditing = False
+    differs = p.audit(log.outside, log.hosts, log.nums, log.taken)
     if not differs: return p.ready(log.taken, log.nums)
     self.off[training] = why = f"an audit found that the step is not what was recorded: {differs}"
     warnings.warn(_stale(r.learn, why, p.runs-since))
@@ -248,11 +255,11 @@ def log_of(self:Replay) -> Logged|None:
     return self.by_log
 
 @patch
-def traced_batch(self:Replay, b, why=''):
+def traced_batch(self:Replay, b, why):
     "A batch as without a replay"
     learn = self.learn
     self.begin()
     self.open,self.raws,self.later = False,None,[]
-    if why: self.plain[why] += 1
+    self.plain[why] += 1
     learn._split(b.batch() if isinstance(b, RawBatch) else learn._set_device(b))
     learn._with_events(learn._do_one_batch, 'batch', CancelBatchException)

@@ -39,14 +39,11 @@ def _own(learn):
     own = all(getattr(type(learn), n) is getattr(Learner, n) and n not in learn.__dict__ for n in ('one_batch', '_do_one_batch'))
     return own and type(learn)._set_device.__module__ == 'fastai.learner'
 
-def _uncounted(learn):
-    "Has fastai yet to count the inputs of a batch?"
-    dl = getattr(learn.dls, 'train', None)
-    return isinstance(dl, TfmdDL) and len(dl.after_batch.fs) > 0 and not hasattr(dl.dataset, 'n_inp') and not hasattr(dl, '_n_inp')
-
 def _unfolded(learn):
     "Do others call the callbacks, which would mix a batch before its transforms; or has fastai yet to count the batch's inputs?"
-    return type(learn)._call_one is not _here or theirs(Learner, '_call_one') or _uncounted(learn)
+    if type(learn)._call_one is not _here or theirs(Learner, '_call_one'): return True
+    dl = getattr(learn.dls, 'train', None)
+    return isinstance(dl, TfmdDL) and len(dl.after_batch.fs) > 0 and not hasattr(dl.dataset, 'n_inp') and not hasattr(dl, '_n_inp')
 
 # %% ../nbs/api/06c_loop.ipynb #acbdef6a
 _of_batch = {*'_split _with_events _do_one_batch'.split()}
@@ -90,8 +87,7 @@ def _logged_batches(self:Learner, log, i, raws):
     r = _replay(self)
     for j,b in enumerate(raws):
         self.iter = i+j
-        if _uncounted(self): r.traced_batch(b)
-        elif log.serves(): log.one_batch(b)
+        if log.serves(): log.one_batch(b)
         elif why := log.off[self.training]: r.traced_batch(b, why)
         else: _one_batch(self, i+j, b)
 

@@ -143,14 +143,21 @@ def leave_autocast(self:Replay):
     if self.mixed and torch.is_autocast_enabled('xla'): self.mixed.autocast.__exit__(None, None, None)
 
 @patch
+def tell_others(self:Replay,
+    others, # Metrics that are no part of the step
+):
+    "Tell of those that run on the host"
+    for m in others:
+        if m in on_host: self.beside[f"the metric {m.name}, with numpy on the host, for which predictions are fetched"] += 1
+
+@patch
 def _run(self:Replay, rec, inputs):
     learn = self.learn
     rng = rng_state()
     done = rec.run(inputs, self.same)
     learn.xla_opt.ran = True
     if rec.settled: self.beside["what has changed the model or its optimizer since the step before"] += 1
-    for m in self.others:
-        if m in on_host: self.beside[f"the metric {m.name}, with numpy on the host, for which predictions are fetched"] += 1
+    self.tell_others(self.others)
     if getattr(learn, 'recorder', None) and not keeps_metrics(learn.recorder):
         self.beside["the metrics of a Recorder whose methods another package has replaced, which are computed after the step"] += 1
     self.advance()

@@ -92,7 +92,7 @@ _looks_outside = functools.cache(_looks_outside)
 
 _apply = torch.autograd.Function.__dict__['apply'].__func__
 def _logged_apply(cls, *args, **kwargs):
-    if not _active or (log := active()) is None: return _apply(cls, *args, **kwargs)
+    if not _active or (log := active()) is None or not any(map(is_on_xla, args)): return _apply(cls, *args, **kwargs)
     if why := _looks_outside(cls): give_up(f'{why}, at {user_line()}')
     with _outside(log): return log.call(partial_apply(cls), args, kwargs)
 
