@@ -48,6 +48,7 @@ class Logged:
         if self.model is not self.replay.learn.model: self.logs,self.model = {True: Log(), False: Log()},self.replay.learn.model
         self.again = Counter()   # why steps of another path were recorded
         self.off,self.counts,self.kinds = {},{True: Counter(), False: Counter()},set()
+        self.audited = {}   # training? -> the pass over a dataloader of the last audit
         for log in self.logs.values(): log.known.found.clear()
         watch_optimizers()
 
@@ -180,15 +181,15 @@ def _compiled(self:Logged, leaf, held, programs):
     self.replay.tracing = True
     p = Program(list(log.path), log.outside, log.hosts, log.nums, dict(log.taken), held)
     if not p.ready(log.taken, log.nums): raise Refused("a number has another value each time")
-    p.audited = self.replay.passes
+    self.audited[self.replay.learn.training] = self.replay.passes
     leaf.program = [p, *programs]
     return p
 
 # %% ../nbs/api/06bb_logged.ipynb #4b3c918e
 @patch
 def _audit_due(self:Logged, p):
-    "At the 2nd, 4th, 8th, ... batch of a program, and at the first of each epoch"
-    return p.audited != self.replay.passes or p.runs > 1 and p.runs & p.runs-1 == 0
+    "At the 2nd, 4th, 8th, ... batch of a program, and at the first of each epoch that one serves"
+    return self.audited.get(self.replay.learn.training) != self.replay.passes or p.runs > 1 and p.runs & p.runs-1 == 0
 
 @patch
 def _audit(self:Logged, p):
@@ -197,7 +198,7 @@ def _audit(self:Logged, p):
     training = r.learn.training
     r.tracing = r.auditing = True
     r.audits[training] += 1
-    since,p.since,p.audited = p.since,p.runs,r.passes
+    since,p.since,self.audited[training] = p.since,p.runs,r.passes
     differs = p.audit(log.outside, log.hosts, log.nums, log.taken)
     if not differs: return p.ready(log.taken, log.nums)
     self.off[training] = why = f"an audit found that the step is not what was recorded: {differs}"

@@ -95,7 +95,7 @@ class Program:
         escaped:frozenset=frozenset(), # Origins of results that are wanted
     ):
         self.path,self.escaped,self.sent,self.runs = path,escaped,{},0
-        self.audited,self.since = 0,0   # the pass over a dataloader, and `runs`, at the last audit
+        self.since = 0   # `runs` at the last audit
         self._args,self._taken,rng = (path, outside, hosts),taken,random.Random(1)
         true = self._trace(nums, 1)
         if (found := self._found(nums, rng, true)) is None:
