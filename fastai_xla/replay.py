@@ -142,6 +142,7 @@ def leave_autocast(self:Replay):
     "Leave the autocast of the learner's `MixedPrecision`, where it has been entered"
     if self.mixed and torch.is_autocast_enabled('xla'): self.mixed.autocast.__exit__(None, None, None)
 
+# %% ../nbs/api/06b_replay.ipynb #1b69a950
 @patch
 def tell_others(self:Replay,
     others, # Metrics that are no part of the step

@@ -205,6 +205,7 @@ def run_known(
     put_numbers([(d, k, v) for (d,k,v),(_,_,t) in zip(was, taken) if get_number(d, k) == t])
     return r
 
+# %% ../../nbs/api/05ka_capture.arguments.ipynb #2020639f
 def run_node(
     n:Node, # Call
     env:dict, # Origin -> tensor; results are added

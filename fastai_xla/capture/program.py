@@ -181,6 +181,7 @@ def _send(self:Program, nums, hosts):
     for (at,v,_),t in zip(new, ts[len(hosts):]): self.sent[at] = v,t
     return ts[:len(hosts)]
 
+# %% ../../nbs/api/05n_capture.program.ipynb #ba77c2f8
 @patch
 def run(self:Program,
     outside:list, # Tensors from outside

@@ -77,6 +77,7 @@ class StepTrace:
     ):
         with python_lock: self._trace(path, outside, hosts, nums, taken, escaped, seed, then)
 
+# %% ../../nbs/api/05ma_capture.trace.ipynb #3782da1f
 @patch
 def _trace(self:StepTrace, path, outside, hosts, nums, taken, escaped, seed, then):
     settle_tensors()
