@@ -42,7 +42,8 @@ def _unknown_module(m):
         if not is_known(type(o)): return type(o).__name__
         own = [v for k,v in o.__dict__.items() if not k.startswith('_') and not isinstance(v, torch.Tensor)]
         if not is_known(own): return f'what a {type(o).__name__} holds'
-        hooks = [h for n in ('_forward_hooks', '_forward_pre_hooks', '_backward_hooks', '_backward_pre_hooks') for h in getattr(o, n).values()]
+        tables = '_forward_hooks', '_forward_pre_hooks', '_backward_hooks', '_backward_pre_hooks'
+        hooks = [h for n in tables for h in getattr(o, n).values()]
         if not all(map(_hook_known, hooks)): return f'a hook on a {type(o).__name__}'
     hooks = [h for p in m.parameters() for d in (p._backward_hooks, p._post_accumulate_grad_hooks) if d for h in d.values()]
     return '' if all(map(_hook_known, hooks)) else 'a hook on a parameter'
@@ -107,8 +108,8 @@ class OptStep:
     def guard(self):
         "Everything that is neither a tensor nor a number"
         inner = innermost(self.opt)
-        hypers = [[(k, v if not isinstance(v, (int, float, tuple)) or isinstance(v, bool) else type(v)) for k,v in h.items() if k != 'params']
-                  for h in hypers_of([inner])]
+        def flag(v): return v if not isinstance(v, (int, float, tuple)) or isinstance(v, bool) else type(v)
+        hypers = [[(k, flag(v)) for k,v in h.items() if k != 'params'] for h in hypers_of([inner])]
         return OptGuard(self.params(), (hypers, [(id(s), *s) for s in self.states()], [*map(id, hypers_of([inner]))],
                                         list(getattr(inner, 'cbs', ()))))
 
