@@ -179,7 +179,7 @@ def _compiled(self:Logged, leaf, held, programs):
     if count['compiled'] > most_programs: raise Refused(f'steps differ time and again: {self.why}')
     for p in programs: held = held | p.escaped
     self.replay.tracing = True
-    p = Program(list(log.path), log.outside, log.hosts, log.nums, dict(log.taken), held)
+    p = Program(log.step_calls(), held)
     if not p.ready(log.taken, log.nums): raise Refused("a number has another value each time")
     self.audited[self.replay.learn.training] = self.replay.passes
     leaf.program = [p, *programs]
@@ -199,7 +199,7 @@ def _audit(self:Logged, p):
     r.tracing = r.auditing = True
     r.audits[training] += 1
     since,p.since,self.audited[training] = p.since,p.runs,r.passes
-    differs = p.audit(log.outside, log.hosts, log.nums, log.taken)
+    differs = p.audit(log.step_calls())
     if not differs: return p.ready(log.taken, log.nums)
     self.off[training] = why = f"an audit found that the step is not what was recorded: {differs}"
     warnings.warn(_stale(r.learn, why, p.runs-since))

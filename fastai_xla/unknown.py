@@ -153,7 +153,6 @@ def _as_one_call(cls, name, kind):
         r = log_call(log, call, tensors=call.tensors, guard=call.guard)
         if hasattr(call, 'after') and log.answering: call.after(log.cur.key[2])
         return r
-    _inner._before = f
     setattr(cls, name, functools.wraps(f)(_inner) if f else _inner)
 
 @functools.cache

@@ -8,7 +8,7 @@ Docs: https://fastai-xla.github.io/fastai_xla/api/capture.known.html.md"""
 __all__ = ['is_library_name', 'is_known', 'KnownModule', 'KnownModules']
 
 # %% ../../nbs/api/05j_capture.known.ipynb #4c943341
-import random, sys
+import random
 from contextlib import contextmanager
 from functools import partial
 from operator import itemgetter
@@ -19,15 +19,14 @@ import torch
 from torch import nn
 from fastcore.all import *
 
-# %% ../../nbs/api/05j_capture.known.ipynb #3cdb6001
-_libraries = {'torch', 'torch_xla', 'torchvision', 'timm', 'fastai', 'fastcore', 'fastai_xla', 'fasttransform', 'plum', 'numpy'}
+from .effects import is_library
 
+# %% ../../nbs/api/05j_capture.known.ipynb #3cdb6001
 def is_library_name(
     module:str, # Name of a Python module
 ) -> bool:
-    "Is it a library's?"
-    root = module.partition('.')[0]
-    return root in _libraries or root != '__main__' and root in sys.stdlib_module_names
+    "Is it a library's? timm's modules are large, and need not run at each step; recordings watch their settings"
+    return is_library(module) or module.partition('.')[0] == 'timm'
 
 def is_known(
     o, # Class, function, method, `partial`, or an object

@@ -48,6 +48,7 @@ class Log(TorchFunctionMode, Arguments):
         self.cur,self.answering = self.root,any(n.held is not None for n in self.root.kids)
         self.refused,self.missed,self.thread = '','',threading.get_ident()
 
+    def step_calls(self): return StepCalls(list(self.path), self.outside, self.hosts, self.nums, dict(self.taken))
     def refuse(self, why): self.refused = self.refused or why
 
 # %% ../../nbs/api/05l_capture.log.ipynb #267fe386

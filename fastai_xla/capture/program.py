@@ -87,16 +87,13 @@ _unexplained = "the graph of the step has constants that no number of the step e
 class Program:
     "A step of a log, compiled"
     def __init__(self,
-        path:list, # Nodes
-        outside:list, # Tensors from outside
-        hosts:list, # Tensors of the host that are sent
-        nums:list, # Numbers
-        taken:dict, # Depth of a call of an optimizer -> its numbers then
+        calls:StepCalls, # The step
         escaped:frozenset=frozenset(), # Origins of results that are wanted
     ):
+        path,nums = calls.path,calls.nums
         self.path,self.escaped,self.sent,self.runs = path,escaped,{},0
         self.since = 0   # `runs` at the last audit
-        self._args,self._taken,rng = (path, outside, hosts),taken,random.Random(1)
+        self._calls,rng = calls,random.Random(1)
         true = self._trace(nums, 1)
         if (found := self._found(nums, rng, true)) is None:
             if self._found(nums, rng, true, only='none') is None: raise Refused(_unexplained)
@@ -105,12 +102,12 @@ class Program:
             found = self._found(nums, rng, true)
         if found is None: raise Refused(_unexplained)
         self.decided = _compare_by_value(path, nums)
-        self._args = self._taken = None
+        self._calls = None   # its tensors may go
 
 # %% ../../nbs/api/05n_capture.program.ipynb #a057c3db
 @patch
 def _trace(self:Program, nums, seed, then=noop):
-    return StepTrace(*self._args, nums, self._taken, self.escaped, seed, then)
+    return StepTrace(self._calls._replace(nums=nums), self.escaped, seed, then)
 
 @patch
 def _found(self:Program, nums, rng, true, only=None):
@@ -232,16 +229,13 @@ def _short(c): return c if not isinstance(c, T) else c.item() if c.numel() == 1 
 
 @patch
 def audit(self:Program,
-    outside:list, # Tensors from outside
-    hosts:list, # Tensors of the host
-    nums:list, # Numbers
-    taken:dict, # Depth of a call of an optimizer -> its numbers then
+    calls:StepCalls, # The step
 ) -> str: # How the step differs; empty if it does not
     "Trace a step that could be run, and compare it with what was compiled"
-    self._args,self._taken = (self.path, outside, hosts),taken
+    self._calls = calls
     try:
-        mixed = _mixed(self.path, nums, random.Random(self.runs))
+        mixed = _mixed(self.path, calls.nums, random.Random(self.runs))
         # of numbers that are special to torch_xla, such as 0, or of others
-        return _unlike(self, self._trace(mixed, 1001)) and _unlike(self, self._trace(nums, 1001))
+        return _unlike(self, self._trace(mixed, 1001)) and _unlike(self, self._trace(calls.nums, 1001))
     except Refused as e: return str(e)
-    finally: self._args = self._taken = None
+    finally: self._calls = None

@@ -66,20 +66,17 @@ def _count(tape, d, k, name):
 class StepTrace:
     "The calls of a step made again, and what they have read and changed; afterwards everything is as before"
     def __init__(self,
-        path:list, # Nodes
-        outside:list, # Tensors from outside
-        hosts:list, # Tensors of the host that are sent
-        nums:list, # Numbers
-        taken:dict, # Depth of a call of an optimizer -> its numbers then
+        calls:StepCalls, # The step
         escaped, # Origins of results that are wanted
         seed:int=1, # For the numbers of optimizers
         then=noop, # Called with the trace while its graph is there
     ):
-        with python_lock: self._trace(path, outside, hosts, nums, taken, escaped, seed, then)
+        with python_lock: self._trace(calls, escaped, seed, then)
 
 # %% ../../nbs/api/05ma_capture.trace.ipynb #3782da1f
 @patch
-def _trace(self:StepTrace, path, outside, hosts, nums, taken, escaped, seed, then):
+def _trace(self:StepTrace, calls, escaped, seed, then):
+    path,outside,hosts,nums,taken = calls
     settle_tensors()
     rng = rng_state()
     manual_seed(rng)
@@ -90,7 +87,9 @@ def _trace(self:StepTrace, path, outside, hosts, nums, taken, escaped, seed, the
         torch.clear_autocast_cache()
         env = {-1-j: t for j,t in enumerate(outside)}
         with torch.autograd.set_multithreading_enabled(False):
-            for n in path: self.steps(n.f, taken[n.depth]) if hasattr(n.f, 'numbers') else run_node(n, env, nums, sent, other=_other)
+            for n in path:
+                if hasattr(n.f, 'numbers'): self.steps(n.f, taken[n.depth])
+                else: run_node(n, env, nums, sent, other=_other)
         self.n_draws = n_draws(rng, rng_state())
         self._collect(env, escaped)
         then(self)
