@@ -91,30 +91,35 @@ class OptStep:
 
     def __call__(self): self.step(self.opt)
     def numbers(self): return _numbers_of([self.opt, innermost(self.opt)], [], [], [])
-    def params(self): return [p for pg in groups_of(innermost(self.opt)) for p in pg]
-    def states(self): return [s for p in self.params() if (s := innermost(self.opt).state.get(p))]
 
     def tensors(self):
-        "Parameters, and the XLA tensors of their state"
-        return [*self.params(), *(v for s in self.states() for v in s.values() if isinstance(v, torch.Tensor) and v.is_xla)]
+        "Parameters, and the XLA tensors of their state, as they are now"
+        inner = innermost(self.opt)
+        self.params = [p for pg in groups_of(inner) for p in pg]
+        self.states = [s for p in self.params if (s := inner.state.get(p))]
+        return [*self.params, *(v for s in self.states for v in s.values() if isinstance(v, torch.Tensor) and v.is_xla)]
+
+    def n_given(self): return len(self.params)   # of `tensors`; the others are its own
 
     def taken(self):
         "The numbers as they are now"
         inner = innermost(self.opt)
         hypers = [(h, k, get_number(h, k)) for h in hypers_of([inner]) for k in number_keys(h)]
         own = [vars(o) for o in {id(o): o for o in (self.opt, inner)}.values()]
-        return hypers + [(s, k, get_number(s, k)) for s in (*self.states(), *own) for k,v in s.items() if is_number(v)]
+        return hypers + [(s, k, v if type(v) is int else get_number(s, k)) for s in (*self.states, *own) for k,v in s.items() if is_number(v)]
 
     def guard(self):
         "Everything that is neither a tensor nor a number"
         inner = innermost(self.opt)
         def flag(v): return v if not isinstance(v, (int, float, tuple)) or isinstance(v, bool) else type(v)
         hypers = [[(k, flag(v)) for k,v in h.items() if k != 'params'] for h in hypers_of([inner])]
-        return OptGuard(self.params(), (hypers, [(id(s), *s) for s in self.states()], [*map(id, hypers_of([inner]))],
-                                        list(getattr(inner, 'cbs', ()))))
+        return OptGuard(self.params, (hypers, [(id(s), *s) for s in self.states], [*map(id, hypers_of([inner]))],
+                                      list(getattr(inner, 'cbs', ()))))
+
 
 # %% ../nbs/api/06aba_unknown.ipynb #a7fadf1e
 def is_number(v):
+    if type(v) is int: return True
     if isinstance(v, torch.Tensor): return v.dim() == 0 and v.device.type == 'cpu' and v.is_floating_point()
     return isinstance(v, (int, float)) and not isinstance(v, bool)
 

@@ -28,8 +28,7 @@ T,P = torch.Tensor,nn.Parameter
 def _of_tensor(names): return {getattr(T, n) for n in names.split() if hasattr(T, n)}
 
 _asked = {getattr(T, n) for n in '''shape dtype device requires_grad is_leaf grad_fn ndim layout is_sparse is_quantized is_cuda is_cpu
-    is_xla
- names itemsize nbytes is_mps is_meta is_nested output_nr _version retains_grad'''.split() if hasattr(T, n)}
+    is_xla names itemsize nbytes is_mps is_meta is_nested output_nr _version retains_grad'''.split() if hasattr(T, n)}
 questions = _of_tensor('''size dim numel stride is_floating_point is_complex element_size storage_offset is_contiguous nelement ndimension
     __len__ __hash__ get_device is_signed is_inference has_names __dir__ untyped_storage retain_grad is_same_size is_shared is_pinned''')
 questions |= {torch.is_floating_point, torch.is_complex, torch.numel, torch.is_tensor, torch.get_device, torch.is_same_size,
@@ -91,8 +90,8 @@ def in_context(
 # %% ../../nbs/api/05k_capture.calls.ipynb #d3d2f8fd
 class Node:
     "One call of a log, and those that have come after it"
-    __slots__ = '''f key args base news olds consts spec kinds single kids held line at names vals bad
-        program end changed depth wrapper ints floats spare'''.split()
+    __slots__ = '''f key args base news olds consts spec kinds single flat kids held line at names vals bad
+        program end changed depth wrapper ints floats spare keys wants'''.split()
     def __init__(self):
         self.f = self.held = self.program = self.single = None
         self.kids,self.changed,self.bad,self.end,self.base,self.news,self.depth = [],[],(),False,0,0,0

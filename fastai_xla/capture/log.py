@@ -23,7 +23,6 @@ from .calls import *
 from .arguments import *
 
 # %% ../../nbs/api/05l_capture.log.ipynb #c8dd60fd
-_grad,_auto,_auto_to,_default = (torch.is_grad_enabled, torch.is_autocast_enabled, torch.get_autocast_dtype, torch.get_default_dtype)
 _nothing = [None]
 
 def _n_reads(): return n_executions() + (met.metric_data('TransferFromDeviceTime') or (0,))[0]
@@ -32,7 +31,8 @@ class Log(TorchFunctionMode, Arguments):
     "Compares torch calls with a tree of those that were logged"
     def __init__(self):
         super().__init__()
-        self.root,self.known,self.asked,self.calls,self.busy,self.fresh = Node(),KnownModules(),{},{},0,[]
+        self.root,self.known,self.asked,self.busy,self.fresh = Node(),KnownModules(),{},0,[]
+        self.calls,self.own = {},{}   # of optimizers; the tensors of their own
         self.forget()
 
     def forget(self):
@@ -60,42 +60,26 @@ def _plain_scalars(kwargs):
 @patch
 def __torch_function__(self:Log, f, types, args=(), kwargs=None):
     if self.busy: return f(*args, **(kwargs or {}))
-    if kwargs and not _scalars.isdisjoint(kwargs): kwargs = _plain_scalars(kwargs)
-    if self.answering and (kids := self.cur.kids):
-        n = kids[0]
-        if n.f is f or n.wrapper and n.f == f:
-            before = len(self.nums),len(self.hosts),len(self.outside)
-            if self._is_as_before(n, args, kwargs): return self._answer(n)
-            self.undo(before)
+    keys = ()
+    if kwargs:
+        if not _scalars.isdisjoint(kwargs): kwargs = _plain_scalars(kwargs)
+        keys = tuple(kwargs)
+    if self.answering:
+        for n in self.cur.kids:
+            if (n.f is f or n.wrapper and n.f == f) and n.keys == keys and n.held is not None:
+                if self.is_wanted(n, (*args, *kwargs.values()) if keys else args): return self._answer(n)
+                self.undo(n.at)
     if is_question(f): return self._question(f, args, kwargs)
     return self._special(f, args, kwargs or {})
 
-# %% ../../nbs/api/05l_capture.log.ipynb #87dd1c88
-@patch
-def _is_as_before(self:Log, n, args, kwargs):
-    out,get = [],self.at.get
-    ints,floats = self.ints,self.floats = n.ints,n.floats
-    for a in args:
-        t = type(a)
-        if t is T or t is P:
-            i = get(id(a))
-            out.append(self._leaf(a) if i is None else i)
-        elif a is None or t is str or t is int and not ints: out.append(a)
-        elif t is float and floats:
-            self.nums.append(a)
-            out.append(a_float)
-        else: out += self._skeleton((a,))
-    if kwargs: out += [list(kwargs), self._skeleton(kwargs.values())]
-    skeleton,context,guard = n.key
-    if out != skeleton or guard is not None or n.held is None: return False
-    if _grad() is not context[0] or _default() is not context[2] or (_auto_to('xla') if _auto('xla') else None) != context[1]: return False
-    return not n.bad or all(self.nums[i] == v for i,v in n.bad)
 
+# %% ../../nbs/api/05l_capture.log.ipynb #87dd1c88
 @patch
 def _question(self:Log, f, args, kwargs):
     if self.asked and f is not torch._C._set_grad_enabled:
         args = tuple(self.asked.get(id(a), a) if isinstance(a, T) else a for a in args)
     return f(*args, **(kwargs or {}))
+
 
 # %% ../../nbs/api/05l_capture.log.ipynb #228a7f76
 @patch
@@ -207,6 +191,7 @@ def _answer(self:Log, n):
     if n.olds == _nothing and n.consts == _nothing: return None
     for j,t in enumerate(n.held): self.at[id(t)] = n.base+j
     self.objs.extend(n.held)
+    if n.flat: return n.flat(n.held)
     if n.news == 0 and n.spec.is_leaf() and n.olds[0] is not None: return self._object(n.olds[0])
     ls = [c if o is None else self._object(o) for o,c in zip(n.olds, n.consts)]
     return ls[0] if n.spec.is_leaf() else pytree.tree_unflatten(ls, n.spec)
@@ -236,6 +221,7 @@ def _note(self:Log, f, args, kwargs, key, n, before, r):
         n = self._new_node(f, args, kwargs, key, before)
         n.base,n.news,n.olds,n.consts,n.spec,n.kinds = base,len(kinds),olds,consts,spec,kinds
         n.single = len(kinds) == len(leaves) == 1 and spec.is_leaf()
+        n.flat = type(r) if type(r) in (tuple, list) and len(kinds) == len(leaves) == len(r) else None
     self.at.update(new)
     self.cur = n
     self.path.append(n)
@@ -245,7 +231,8 @@ def _note(self:Log, f, args, kwargs, key, n, before, r):
 @patch
 def _new_node(self:Log, f, args, kwargs, key, before):
     n,name,count = Node(),getattr(f, '__name__', ''),[*before[:2]]
-    n.f,n.key,n.line,n.ints,n.floats,n.at,n.depth = f,key,user_line(),takes_ints(name),takes_floats(name),before[:2],self.cur.depth+1
+    n.f,n.key,n.line,n.ints,n.floats,n.at,n.depth = f,key,user_line(),takes_ints(name),takes_floats(name),before,self.cur.depth+1
+    n.keys,n.wants = tuple(kwargs),wants(args, kwargs, key[0])
     n.wrapper = hasattr(f, '__self__')   # another object each time
     if name == '__setitem__':
         t = [self._template(a, count, i == 2, n.floats) for i,a in enumerate(args)]

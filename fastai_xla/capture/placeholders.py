@@ -62,21 +62,19 @@ def renew(self:Log,
     old = n.held[i-n.base]
     self.asked.pop(id(old), None)
     if value is not None: T.data.__set__(old, value)
-    with torch._C.DisableTorchFunctionSubclass(): self._hold(n, i-n.base, None)
+    self._hold(n, i-n.base)
 
 @patch
 def tidy(self:Log):
     "Attributes that somebody has set on a placeholder are not there at the next step"
     for i in [i for i,t in enumerate(self.objs) if t.__dict__]:
         n = node_of(self.path, i)
-        if self.objs[i] is n.held[i-n.base] and self.objs[i].__dict__ != n.kinds[i-n.base].attrs: self._hold(n, i-n.base, None)
+        if self.objs[i] is n.held[i-n.base] and self.objs[i].__dict__ != n.kinds[i-n.base].attrs: self._hold(n, i-n.base)
 
 @patch
-def _hold(self:Log, n, j, t):
+def _hold(self:Log, n, j):
     k = n.kinds[j]
-    with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-        if t is None: t = n.spare[j].detach()
-        if k.cls not in (T, P): t = T._make_subclass(k.cls, t)
+    t = T._make_subclass(T if k.cls is P else k.cls, n.spare[j])
     if k.attrs: t.__dict__.update(k.attrs)
     n.held[j] = t
     if k.asked is not None: self.asked[id(t)] = k.asked
@@ -112,5 +110,5 @@ def prepare(self:Log,
             n.spare = [k.placeholder() for k in n.kinds]
             for k in n.kinds: k.to_ask()
             n.held = [None]*len(n.kinds)
-            for j in range(len(n.kinds)): self._hold(n, j, None)
+            for j in range(len(n.kinds)): self._hold(n, j)
         drop_pending()

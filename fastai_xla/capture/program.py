@@ -145,6 +145,7 @@ def _compile(self:Program, a, b):
     for k,m in meanings.items(): self.numbers.setdefault((m, b.consts[k].dtype), []).append(k)
     self.fixed = {k: b.ts[k] for k in self.consts}
     self.n_draws,self.handle = b.n_draws,compile_graph(b.roots)
+    self._find_places()
     return True
 
 # %% ../../nbs/api/05n_capture.program.ipynb #aa813e66
@@ -180,6 +181,25 @@ def _send(self:Program, nums, hosts):
 
 # %% ../../nbs/api/05n_capture.program.ipynb #ba77c2f8
 @patch
+def _find_places(self:Program):
+    "Where each input of the program, and each tensor that it changes, stands in what `run` has at hand"
+    used = [*self.sources, *(name for pair in self.updated for name in pair), *self.escapes.values()]
+    used += [*(v for *_,v in self.replaced), *(v for _,v in self.grads if v is not None)]
+    self.graded = sorted({n[1] for n in used if n[0] == 'grad'})
+    self.seeds = [('seed', 0)] if ('seed', 0) in used else []
+    names = [('outside', j) for j in range(len(self._calls.outside))] + [('sent', j) for j in range(len(self._calls.hosts))]
+    names += [('grad', j) for j in self.graded] + self.seeds + [('const', k) for k in self.fixed]
+    at = {n: i for i,n in enumerate(names)} | {('const', k): len(names)+i for i,ks in enumerate(self.numbers.values()) for k in ks}
+    def place(name): return len(names)+len(self.numbers)+name[1] if name[0] == 'result' else at[name]
+    self.order = [place(s) for s in self.sources]
+    self.results = {o: place(v) for o,v in self.escapes.items()}
+    self.sets = [(place(name), place(v)) for name,v in self.updated]
+    self.puts = [(d, k, place(v)) for d,k,v in self.replaced]
+    self.left = [(j, None if v is None else place(v)) for j,v in self.grads]
+
+
+# %% ../../nbs/api/05n_capture.program.ipynb #ba77c2f9
+@patch
 def run(self:Program,
     outside:list, # Tensors from outside
     hosts:list, # Tensors of the host
@@ -187,27 +207,21 @@ def run(self:Program,
 ) -> dict: # Origin of a result that is wanted -> its value
     "Run the step, and leave behind what its calls would have left"
     sent = self._send(nums, hosts)
-    place = {k: self.sent[at][1] for at,ks in self.numbers.items() for k in ks}
-    def get(name):
-        kind,j = name
-        return outside[j] if kind == 'outside' else outside[j].grad if kind == 'grad' else sent[j]
-    ins = [seed_tensor() if s[0] == 'seed' else place[k] if k in place else self.fixed[k] if s[0] == 'const' else get(s)
-           for k,s in enumerate(self.sources)]
+    pool = [*outside, *sent, *(outside[j].grad for j in self.graded), *(seed_tensor() for _ in self.seeds)]
+    pool += [*self.fixed.values(), *(self.sent[k][1] for k in self.numbers)]
+    ins = [pool[i] for i in self.order]
     if any(pending(ins)): settle_tensors()
-    res = run_graph(self.handle, ins)
+    pool += run_graph(self.handle, ins)
     advance_rng()
-    value = lambda w: res[w[1]] if w[0] == 'result' else get(w)
-    done = {o: value(w) for o,w in self.escapes.items()}
-    updated = [(get(name), value(w)) for name,w in self.updated]
-    for d,k,w in self.replaced: d[k] = value(w)
-    grads = [(outside[j], None if w is None else value(w)) for j,w in self.grads]
-    for t,v in updated: set_data(t, v)
-    for t,g in grads: t.grad = g
-    for j,r in self.flags: outside[j].requires_grad_(r)
+    for d,k,r in self.puts: d[k] = pool[r]
+    for i,r in self.sets: set_data(pool[i], pool[r])
+    for j,r in self.left: outside[j].grad = None if r is None else pool[r]
+    for j,on in self.flags: outside[j].requires_grad_(on)
     for values,(_,_,counts) in zip(self.values, self.steps):
         for d,k,v in counts: put_number(d, k, values[v[0]] if type(v) is tuple else v)
     self.runs += 1
-    return done
+    return {o: pool[r] for o,r in self.results.items()}
+
 
 # %% ../../nbs/api/05n_capture.program.ipynb #5a0d17a2
 def _expected(p, trace):

@@ -128,12 +128,14 @@ class Places:
         self._items(m.__dict__, path + '.', skip=_module_attrs | counters)
 
 # %% ../../nbs/api/05b_capture.state.ipynb #d75156b9
+_set_data = torch.Tensor.data.__set__
+
 def set_data(
     t:torch.Tensor, # Any tensor
     data:torch.Tensor, # What it holds from now on
 ):
     "`t.data = data`, also where the class of `t` has made a property of its own of `data`"
-    torch.Tensor.data.__set__(t, data)
+    _set_data(t, data)
 
 class Kept:
     "The data of XLA tensors, to be put back once a step has been traced"
