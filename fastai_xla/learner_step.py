@@ -113,15 +113,15 @@ def _modules(self:LearnerStep): return [m for m in (self.learn.model, loss_modul
 # %% ../nbs/api/06aa_learner_step.ipynb #5a3c5011
 @patch
 def optimizers(self:LearnerStep) -> list: # The learner's optimizer and those in it, the innermost last; none in validation
-    opt = self.learn.opt
-    if opt is None or not self.learn.training: return []
+    if (opt := self.learn.opt) is None or not self.learn.training: return []
     return [opt, opt.opt] if isinstance(opt, (Lookahead, OptimWrapper)) else [opt]
 
 @patch
 def _metrics(self:LearnerStep):
     "The recorder's metrics: those that are sums, and others"
     rec = getattr(self.learn, 'recorder', None)
-    if rec is None or rec not in self.learn.cbs or not len(self.learn.yb): return [],[]
+    runs = rec is not None and rec.run and (rec.run_train if self.learn.training else rec.run_valid)   # or is it off, for this batch?
+    if not runs or rec not in self.learn.cbs or not len(self.learn.yb): return [],[]
     mets = (rec._train_mets if self.learn.training else rec._valid_mets) if keeps_metrics(rec) else []
     # ahead of the recorder, which then does not hear of the batch
     late = self.late or any(cb.order < rec.order for cb in self.acting('cuts a batch short', _cuts))

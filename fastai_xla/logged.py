@@ -8,7 +8,7 @@ Docs: https://fastai-xla.github.io/fastai_xla/api/logged.html.md"""
 __all__ = ['most_programs', 'Logged']
 
 # %% ../nbs/api/06bb_logged.ipynb #bdebc422
-import warnings
+import warnings, weakref
 from collections import Counter
 from types import SimpleNamespace
 
@@ -26,6 +26,7 @@ from .capture.state import *
 from .capture.calls import *
 from .capture.log import *
 from .capture.patches import *
+from .capture.patches import _make_subclass
 from .capture.program import *
 from .learner_step import *
 from .unknown import *
@@ -40,16 +41,19 @@ class Logged:
     def __init__(self,
         replay, # The learner's `Replay`, which keeps the reasons
     ):
-        self.replay,self.model = replay,None
+        self.replay,self.model,self.opt = replay,None,noop
         self.off,self.counts = {},{True: Counter(), False: Counter()}   # training? -> why steps are retraced; what has been done
 
     def start(self):
         "Begin a fit"
-        if self.model is not self.replay.learn.model: self.logs,self.model = {True: Log(), False: Log()},self.replay.learn.model
+        learn = self.replay.learn
+        other = self.opt is not noop and self.opt() is not learn.opt
+        if self.model is not learn.model or other: self.logs = {True: Log(), False: Log()}   # which hold both
+        self.model,self.opt = learn.model,noop if learn.opt is None else weakref.ref(learn.opt)
         self.again = Counter()   # why steps of another path were recorded
         self.off,self.counts,self.kinds = {},{True: Counter(), False: Counter()},set()
         self.audited = {}   # training? -> the pass over a dataloader of the last audit
-        for log in self.logs.values(): log.known.found.clear()
+        for log in self.logs.values(): log.known.look_again()
         watch_optimizers()
 
     def serves(self) -> bool:
@@ -118,7 +122,7 @@ def _step(self:Logged, b):
     for m in self.mets:
         _zeros(m, learn.xla_opt.device)
         # of the loss's class from the first batch on, and no call of the step
-        if isinstance(m, AvgSmoothLoss) and type(m.val) is T: m.val = T._make_subclass(type(learn.loss), m.val)
+        if isinstance(m, AvgSmoothLoss) and type(m.val) is T: m.val = _make_subclass(type(learn.loss), m.val)
     with kept_on_device(learn):
         for m in self.mets: _accumulate(m, learn)
     if learn.training and any(m is rec.smooth_loss for m in self.mets): self.smooth = rec.smooth_loss.value
@@ -159,8 +163,8 @@ def _run(self:Logged) -> bool: # Has it been run?
         log._give_up(str(e))
         log.refuse(str(e))
         return False
-    for i,v in p.run(log.outside, log.hosts, log.nums).items():
-        if i in held: log.renew(i, v)
+    for i,(v,grad) in p.run(log.outside, log.hosts, log.nums).items():
+        if i in held: log.renew(i, v, grad)
     log.tidy()
     r.learn.xla_opt.ran = True
     r.tell_others(self.others)
@@ -217,7 +221,8 @@ def _tell(self:Logged, why, refused):
     count['refused' if refused else 'traced'] += 1
     new,self.why = self.kind not in self.kinds,why
     self.kinds.add(self.kind)
-    if not why or training in self.off or new and not refused: return   # the first batch of its kind
+    if self.log.goes_back: self.off[training] = ''   # a replayed step leaves no graph to go back to
+    if not why or training in self.off and not self.log.goes_back or new and not refused: return   # the first batch of its kind
     r.why[why] += 1
     if refused and not count['replayed']:
         if count['refused'] == 2: self.off[training] = ''   # it is recorded, or retraced for a reason of its own

@@ -108,10 +108,12 @@ def send(
         return res
 
 # %% ../nbs/api/00a_transfer.ipynb #e385236d
+_make_subclass = torch.Tensor._make_subclass   # which is no call of a step
+
 def _retyped(t, n):
     if type(t) in (torch.Tensor, nn.Parameter): return n
     # `as_subclass` makes a view, and a view that was there at a sync is recorded otherwise than a new one
-    n = torch.Tensor._make_subclass(type(t), n)
+    n = _make_subclass(type(t), n)
     n.__dict__.update(t.__dict__)
     return n
 

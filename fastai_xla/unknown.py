@@ -20,6 +20,8 @@ from fastai.optimizer import Lookahead, Optimizer, OptimWrapper
 
 from .runtime import *
 from .graphs import *
+from .patching import theirs
+from .compat.optimizer import *
 from .capture.state import *
 from .capture.values import *
 from .capture.known import *
@@ -65,10 +67,14 @@ def _known_transform(f):
     methods = getattr(getattr(encodes, '_f', encodes), 'methods', ())
     return is_known(f) and is_known([m.implementation for m in methods]) and is_known(list(getattr(f, '__dict__', {}).values()))
 
+_methods = '_split _backward _step _do_grad_opt'.split()   # of a learner, within a step
+
 def unknown_code(
     learn:Learner, # Learner on an XLA device
 ) -> str: # Empty where all is of libraries
     "What runs in a step of the learner and is the user's own"
+    method = first(n for n in _methods if n in vars(learn) or not is_known(getattr(type(learn), n)))
+    if method is not None: return f'{type(learn).__name__}.{method}'
     for cb in learn.cbs:
         own = [k for k in cb.__dict__ if k in _events]
         if own or not is_known(type(cb)) and _acts(cb, _events): return type(cb).__name__
@@ -87,7 +93,7 @@ class OptStep:
         step, # The function that steps it
     ):
         self.opt,self.name = opt,f'{type(opt).__name__}.step'
-        self.step = step
+        self.step,self.n = step,0   # parameters with a state
 
     def __call__(self): self.step(self.opt)
     def numbers(self): return _numbers_of([self.opt, innermost(self.opt)], [], [], [])
@@ -95,9 +101,14 @@ class OptStep:
     def tensors(self):
         "Parameters, and the XLA tensors of their state, as they are now"
         inner = innermost(self.opt)
+        if len(inner.state) < self.n: init_state(self.opt)   # somebody has cleared it
+        self.n = len(inner.state)
         self.params = [p for pg in groups_of(inner) for p in pg]
-        self.states = [s for p in self.params if (s := inner.state.get(p))]
-        return [*self.params, *(v for s in self.states for v in s.values() if isinstance(v, torch.Tensor) and v.is_xla)]
+        of = [(p, s) for p in self.params if (s := inner.state.get(p))]
+        self.states = [s for _,s in of]
+        own = [(s, k, v) for s in self.states for k,v in s.items() if isinstance(v, torch.Tensor) and v.is_xla]
+        self.places = own + [(inner.state, p, s) for p,s in of]
+        return [*self.params, *(v for *_,v in own)]
 
     def n_given(self): return len(self.params)   # of `tensors`; the others are its own
 
@@ -116,6 +127,13 @@ class OptStep:
         return OptGuard(self.params, (hypers, [(id(s), *s) for s in self.states], [*map(id, hypers_of([inner]))],
                                       list(getattr(inner, 'cbs', ()))))
 
+    def ran(self, taken):
+        "After the first step of its kind: which numbers it has counted on by one"
+        return [(d, k) for d,k,v in taken if get_number(d, k) == v+1]
+
+    def after(self, node):
+        for d,k in node.counts: put_number(d, k, get_number(d, k)+1)
+
 
 # %% ../nbs/api/06aba_unknown.ipynb #a7fadf1e
 def is_number(v):
@@ -128,6 +146,7 @@ class OptGuard:
     def __init__(self, params, items):
         self.items,self.cleared = items,[getattr(p, '_cleared', False) for p in params]
         self.without = [i for i,p in enumerate(params) if p.grad is None]
+    def __repr__(self): return f'{len(self.cleared)} parameters ({len(self.without)} without a gradient), their groups, settings and state'
     def __eq__(self, other):   # the first is of the step that was traced
         return self.items == other.items and all(self.cleared[i] == other.cleared[i] for i in self.without)
 
@@ -137,9 +156,9 @@ class ZeroGrad:
     def __call__(self): self.zero(self.opt)
     def tensors(self): return [p for pg in self.opt.param_lists for p in pg]
     def guard(self): return OptGuard(self.tensors(), ())
-    def after(self, guard):
+    def after(self, node):
         ps = self.tensors()
-        for i in set(range(len(ps))).difference(guard.without): ps[i]._cleared = True
+        for i in set(range(len(ps))).difference(node.key[2].without): ps[i]._cleared = True
 
 # %% ../nbs/api/06aba_unknown.ipynb #95ac112c
 def _is_known_opt(opt):
@@ -150,13 +169,15 @@ def _is_known_opt(opt):
 def _as_one_call(cls, name, kind):
     "Let a method of an optimizer be one call of a log that is at work"
     f = getattr(cls, name) if name in cls.__dict__ else None
+    if f is not None and not is_known(f) or hasattr(cls, f'_under_{name}') and theirs(cls, name): return   # a package's: it runs at every step
     def _inner(self, *args, **kwargs):
         run = f or (lambda self, *args, **kwargs: getattr(self.opt, name)(*args, **kwargs))
         if args or kwargs or (log := active()) is None or not _is_known_opt(self): return run(self, *args, **kwargs)
-        call = log.calls.setdefault((id(self), name), None)
-        if call is None: call = log.calls[id(self), name] = kind(self, run)
+        if (id(self), name) not in log.calls: log.calls[id(self), name] = kind(self, run)
+        call = log.calls[id(self), name]
         r = log_call(log, call, tensors=call.tensors, guard=call.guard)
-        if hasattr(call, 'after') and log.answering: call.after(log.cur.key[2])
+        if log.answering: call.after(log.cur)
+        elif hasattr(call, 'ran') and log.cur.f is call: log.cur.counts = call.ran(log.taken[log.cur.depth])
         return r
     setattr(cls, name, functools.wraps(f)(_inner) if f else _inner)
 

@@ -6,7 +6,8 @@ Docs: https://fastai-xla.github.io/fastai_xla/api/capture.calls.html.md"""
 
 # %% auto #0
 __all__ = ['T', 'P', 'questions', 'hook_calls', 'makers', 'arithmetic_of_ints', 'arithmetic', 'takes_ints', 'takes_floats',
-           'is_question', 'is_on_xla', 'call_name', 'user_line', 'context_now', 'in_context', 'Node', 'Kind', 'node_of']
+           'is_question', 'is_on_xla', 'n_reads', 'call_name', 'user_line', 'context_now', 'in_context', 'Node', 'Kind',
+           'node_of']
 
 # %% ../../nbs/api/05k_capture.calls.ipynb #269797f3
 import sys
@@ -20,6 +21,7 @@ from torch.utils import _pytree as pytree
 from fastcore.all import *
 
 from ..runtime import *
+from ..runtime import met
 from .known import *
 
 # %% ../../nbs/api/05k_capture.calls.ipynb #8bb723a4
@@ -30,7 +32,7 @@ def _of_tensor(names): return {getattr(T, n) for n in names.split() if hasattr(T
 _asked = {getattr(T, n) for n in '''shape dtype device requires_grad is_leaf grad_fn ndim layout is_sparse is_quantized is_cuda is_cpu
     is_xla names itemsize nbytes is_mps is_meta is_nested output_nr _version retains_grad'''.split() if hasattr(T, n)}
 questions = _of_tensor('''size dim numel stride is_floating_point is_complex element_size storage_offset is_contiguous nelement ndimension
-    __len__ __hash__ get_device is_signed is_inference has_names __dir__ untyped_storage retain_grad is_same_size is_shared is_pinned''')
+    __len__ __hash__ get_device is_signed is_inference has_names __dir__ untyped_storage is_same_size is_shared is_pinned''')
 questions |= {torch.is_floating_point, torch.is_complex, torch.numel, torch.is_tensor, torch.get_device, torch.is_same_size,
               torch.result_type, torch.can_cast, torch._C._set_grad_enabled}
 hook_calls = {T.register_hook, getattr(T, 'register_post_accumulate_grad_hook', None)}
@@ -40,16 +42,21 @@ _ops = 'add sub mul div true_divide'.split()
 arithmetic_of_ints = {*_ops, *(f'{n}_' for n in _ops), 'fill_', '__setitem__',
                       *(f'__{i}{n}__' for n in 'add sub mul truediv'.split() for i in ('', 'r', 'i'))}
 arithmetic = arithmetic_of_ints | set('''pow pow_ __pow__ __rpow__ __ipow__ rsub lerp lerp_ addcmul addcmul_ addcdiv addcdiv_ clamp clamp_
-    clamp_min clamp_max clip clip_ full full_like where masked_fill masked_fill_ gt lt ge le eq ne
+    clamp_min clamp_max clip clip_ full full_like new_full new_tensor where masked_fill masked_fill_ gt lt ge le eq ne
     __gt__ __lt__ __ge__ __le__ __eq__ __ne__ leaky_relu elu celu softplus hardtanh threshold linspace uniform_ normal_
     smooth_l1_loss huber_loss _threshold __rdiv__'''.split())
 
-def takes_ints(name): return name in arithmetic_of_ints
-def takes_floats(name): return name in arithmetic or name.endswith('.apply')   # of an autograd function
+def takes_ints(name): return name.removeprefix('_foreach_') in arithmetic_of_ints
+def takes_floats(name): return name in arithmetic or name.endswith('.apply') or name.startswith('_foreach_')   # of an autograd function
 
 def is_question(f): return f in questions or f.__name__ == '__get__' and getattr(f, '__self__', None) in _asked
 
 def is_on_xla(a): return isinstance(a, T) and is_xla(a)
+
+def n_reads() -> int:
+    "How often values have been read from the device in this process, as far as torch_xla counts it"
+    return n_executions() + (met.metric_data('TransferFromDeviceTime') or (0,))[0]
+
 
 # %% ../../nbs/api/05k_capture.calls.ipynb #015b06e0
 def call_name(
@@ -90,11 +97,11 @@ def in_context(
 # %% ../../nbs/api/05k_capture.calls.ipynb #d3d2f8fd
 class Node:
     "One call of a log, and those that have come after it"
-    __slots__ = '''f key args base news olds consts spec kinds single flat kids held line at names vals bad
+    __slots__ = '''f key args base news olds consts spec kinds single flat kids held line at names vals bad turned counts
         program end changed depth wrapper ints floats spare keys wants'''.split()
     def __init__(self):
         self.f = self.held = self.program = self.single = None
-        self.kids,self.changed,self.bad,self.end,self.base,self.news,self.depth = [],[],(),False,0,0,0
+        self.kids,self.changed,self.turned,self.counts,self.bad,self.end,self.base,self.news,self.depth = [],[],[],[],(),False,0,0,0
 
 class Kind:
     "What can be asked of a result without its value"

@@ -121,6 +121,10 @@ class KnownModules:
     "Modules that are one call, as long as they are"
     def __init__(self): self.found,self.not_whole = {},set()
 
+    def look_again(self):
+        "Before a fit: which modules still are one call? What is one stays the same call"
+        self.found = {m: k for m,k in self.found.items() if k is not None and _is_whole(m)}
+
     def __call__(self,
         m:nn.Module, # Any module
     ) -> KnownModule|None: # `None` where its Python has to run

@@ -10,13 +10,13 @@ __all__ = ['Log']
 # %% ../../nbs/api/05l_capture.log.ipynb #eb4c4039
 import threading
 
+import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from fastcore.all import *
 
 from ..runtime import *
-from ..runtime import met
 from ..graphs import *
 from .known import *
 from .calls import *
@@ -25,20 +25,19 @@ from .arguments import *
 # %% ../../nbs/api/05l_capture.log.ipynb #c8dd60fd
 _nothing = [None]
 
-def _n_reads(): return n_executions() + (met.metric_data('TransferFromDeviceTime') or (0,))[0]
-
 class Log(TorchFunctionMode, Arguments):
     "Compares torch calls with a tree of those that were logged"
     def __init__(self):
         super().__init__()
-        self.root,self.known,self.asked,self.busy,self.fresh = Node(),KnownModules(),{},0,[]
-        self.calls,self.own = {},{}   # of optimizers; the tensors of their own
+        Arguments.__init__(self)
+        self.root,self.known,self.asked,self.calls,self.busy,self.fresh = Node(),KnownModules(),{},{},0,[]
         self.forget()
 
     def forget(self):
         "Let go of the tensors of a step"
         Arguments.forget(self)
         self.objs,self.path,self.env,self.given = [],[],None,[]
+        self.turned,self.turns = {},[]   # tensors whose `requires_grad` the step has changed -> what is asked in their place
 
     def begin(self):
         "Begin a step: answered as long as its calls are those of an earlier one"
@@ -48,7 +47,7 @@ class Log(TorchFunctionMode, Arguments):
         self.cur,self.answering = self.root,any(n.held is not None for n in self.root.kids)
         self.refused,self.missed,self.thread = '','',threading.get_ident()
 
-    def step_calls(self): return StepCalls(list(self.path), self.outside, self.hosts, self.nums, dict(self.taken))
+    def step_calls(self): return StepCalls(list(self.path), self.outside, self.hosts, self.nums, dict(self.taken), dict(self.states))
     def refuse(self, why): self.refused = self.refused or why
 
 # %% ../../nbs/api/05l_capture.log.ipynb #267fe386
@@ -76,8 +75,8 @@ def __torch_function__(self:Log, f, types, args=(), kwargs=None):
 # %% ../../nbs/api/05l_capture.log.ipynb #87dd1c88
 @patch
 def _question(self:Log, f, args, kwargs):
-    if self.asked and f is not torch._C._set_grad_enabled:
-        args = tuple(self.asked.get(id(a), a) if isinstance(a, T) else a for a in args)
+    if (self.asked or self.turned) and f is not torch._C._set_grad_enabled:
+        args = tuple(self.turned.get(id(a), self.asked.get(id(a), a)) if isinstance(a, T) else a for a in args)
     return f(*args, **(kwargs or {}))
 
 
@@ -97,7 +96,22 @@ def _special(self:Log, f, args, kwargs):
         kwargs = dict(kwargs)
         to = kwargs.pop('device')
         return self.call(T.to, (f(*args, **kwargs), to), {})
+    if f is T.__setitem__ and is_on_xla(args[0]) and (mask := _mask(*args)) is not None:
+        self.call(T.masked_fill_, (args[0], self.call(T.to, (mask, args[0].device), {}), args[2]), {})
+        return
+    if f in _indexing: args = pytree.tree_map(_from_array, args)
+    if f is T.new_tensor and isinstance(args[1], np.ndarray) and not kwargs:
+        return self.call(T.to, (_from_array(args[1]).to(args[0].dtype), args[0].device), {})
     return self.call(f, args, kwargs)
+
+def _mask(t, i, value):
+    "A mask of the host, where elements of `t` get a number: other elements each time, and the same shapes"
+    i = _from_array(i)
+    if not isinstance(i, T) or i.dtype != torch.bool or is_xla(i) or type(value) not in (int, float): return
+    return i.reshape(*i.shape, *[1]*(t.dim()-i.dim())) if i.shape == t.shape[:i.dim()] else None
+
+_indexing = {T.__getitem__, T.__setitem__}
+def _from_array(a): return torch.from_numpy(a) if isinstance(a, np.ndarray) and a.dtype.kind in 'biuf' else a
 
 def _deep_copy(t):
     r = t.detach().clone()
@@ -117,7 +131,7 @@ def call(self:Log,
     key = self._skeleton_of(f, args, kwargs, tensors),context_now(),guard
     saw = self.saw_xla or is_xla(kwargs.get('device'))
     n = self._matching(f, key)
-    if hasattr(f, 'taken'): self.taken[self.cur.depth+1] = f.taken()
+    if hasattr(f, 'taken'): self.taken[self.cur.depth+1],self.states[self.cur.depth+1] = f.taken(),f.places
     if self.answering:
         if n is not None and n.held is not None: return self._answer(n)
         if not saw:   # nothing of the device: run it, unless it makes something there
@@ -128,11 +142,14 @@ def call(self:Log,
             self._give_up(f'{call_name(f)} at {user_line()} makes a tensor that was not made before')
             return self._note(f, args, kwargs, key, n, before, r)
         self._give_up(self._difference(f, key))
-    reads = _n_reads() if saw else 0
+        new = self.outside[before[2]:]   # the first calls of a new path are checked as those of a first step
+        if new and any(pending(new)): self.refuse(f"{call_name(f)} at {user_line()} is given a tensor that was made where nobody saw it")
+    reads,flags = n_reads() if saw else 0,self._flags(f)
     r = self._run(f, self._real(args), self._real(kwargs))
+    self.turns = [(o, Kind(self._object(o))) for o,flag in self._flags(f) if (o, flag) not in flags]
     leaves = pytree.tree_leaves(r)
     there = any(map(is_on_xla, leaves))
-    if saw and (_n_reads() != reads or any(isinstance(l, T) and not is_xla(l) for l in leaves)):
+    if saw and (n_reads() != reads or any(isinstance(l, T) and not is_xla(l) for l in leaves)):
         self.refuse(f"{call_name(f)} at {user_line()} reads a value within the step")
         saw = False
     if saw or there: return self._note(f, args, kwargs, key, n, before, r)
@@ -140,6 +157,8 @@ def call(self:Log,
     return r
 
 # %% ../../nbs/api/05l_capture.log.ipynb #6f443bc5
+_sets = {'__setitem__', '__set__', *(n for n in dir(T) if n.startswith('__i') and callable(getattr(T, n)))}
+
 @patch
 def _run(self:Log, f, args, kwargs):
     self.busy += 1
@@ -149,6 +168,15 @@ def _run(self:Log, f, args, kwargs):
         if why: self.refuse(why)
         return r
     finally: self.busy -= 1
+
+@patch
+def _flags(self:Log, f):
+    "Which tensors require gradients, around a call that may change it"
+    name = getattr(f, '__name__', '')
+    if name not in _sets and (not name.endswith('_') or name.endswith('__')): return []
+    with torch._C.DisableTorchFunctionSubclass():
+        return [(i, (t.requires_grad, t.is_leaf)) for i,t in (*enumerate(self.objs), *((-1-j, t) for j,t in enumerate(self.outside)))]
+
 
 # %% ../../nbs/api/05l_capture.log.ipynb #bca16eef
 @patch
@@ -175,6 +203,7 @@ def _changed(was, now):
     "The first items that differ, as a text"
     if isinstance(was, (list, tuple)) and isinstance(now, (list, tuple)) and len(was) == len(now):
         return first(_changed(a, b) for a,b in zip(was, now) if a != b) or ''
+    if isinstance(was, bytes): return 'an array has other values'
     return f'{was} -> {now}'[:200]
 
 # %% ../../nbs/api/05l_capture.log.ipynb #b608caa3
@@ -188,6 +217,7 @@ def _answer(self:Log, n):
         self.at[id(t)] = n.base
         self.objs.append(t)
         return t
+    for o,t in n.turned: self.turned[id(self._object(o))] = t
     if n.olds == _nothing and n.consts == _nothing: return None
     for j,t in enumerate(n.held): self.at[id(t)] = n.base+j
     self.objs.extend(n.held)
@@ -219,6 +249,7 @@ def _note(self:Log, f, args, kwargs, key, n, before, r):
         n = None
     if n is None:
         n = self._new_node(f, args, kwargs, key, before)
+        n.turned = self.turns
         n.base,n.news,n.olds,n.consts,n.spec,n.kinds = base,len(kinds),olds,consts,spec,kinds
         n.single = len(kinds) == len(leaves) == 1 and spec.is_leaf()
         n.flat = type(r) if type(r) in (tuple, list) and len(kinds) == len(leaves) == len(r) else None

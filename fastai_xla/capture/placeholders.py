@@ -19,6 +19,7 @@ from ..graphs import *
 from ..draws import python_lock
 from .calls import *
 from .arguments import *
+from .again import *
 from .log import *
 
 # %% ../../nbs/api/05la_capture.placeholders.ipynb #db38f27a
@@ -30,11 +31,12 @@ def _give_up(self:Log, why):
     env = {-1-j: t for j,t in enumerate(self.outside)}
     self.busy += 1
     try:
-        for n in self.path: run_node(n, env, self.nums, self.hosts, self.taken.get(n.depth, ()))
+        for n in self.path: run_node(n, env, self.nums, self.hosts, self.taken.get(n.depth, ()), self.states.get(n.depth, ()))
     finally: self.busy -= 1
     self.given,self.env = self.objs,[env[i] for i in range(len(self.objs))]
     for i,t in enumerate(self.env): self.at[id(t)] = i
     self.objs = list(self.env)
+    self.turned = {}
 
 @patch
 def _real(self:Log, a):
@@ -47,6 +49,8 @@ def _real(self:Log, a):
     return pytree.tree_map(real, a)
 
 # %% ../../nbs/api/05la_capture.placeholders.ipynb #52beff3d
+_make_subclass = T._make_subclass
+
 @patch
 def held(self:Log) -> frozenset: # Origins
     "Results of the step that somebody holds"
@@ -56,12 +60,16 @@ def held(self:Log) -> frozenset: # Origins
 def renew(self:Log,
     i:int, # Origin of a result
     value:torch.Tensor|None, # What it holds from now on; none where nobody holds it
+    grad:torch.Tensor|None=None, # Its gradient
 ):
     "Let the placeholder of result `i` be a tensor like any other"
     n = node_of(self.path, i)
-    old = n.held[i-n.base]
+    old,kind = n.held[i-n.base],n.kinds[i-n.base]
     self.asked.pop(id(old), None)
     if value is not None: T.data.__set__(old, value)
+    if grad is not None: old.grad = grad
+    if kind.grad and kind.leaf: old.requires_grad_()
+    elif kind.grad: self.part(old)
     self._hold(n, i-n.base)
 
 @patch
@@ -74,7 +82,7 @@ def tidy(self:Log):
 @patch
 def _hold(self:Log, n, j):
     k = n.kinds[j]
-    t = T._make_subclass(T if k.cls is P else k.cls, n.spare[j])
+    t = _make_subclass(k.cls, n.spare[j])
     if k.attrs: t.__dict__.update(k.attrs)
     n.held[j] = t
     if k.asked is not None: self.asked[id(t)] = k.asked
@@ -109,6 +117,7 @@ def prepare(self:Log,
             if n.held is not None: continue
             n.spare = [k.placeholder() for k in n.kinds]
             for k in n.kinds: k.to_ask()
+            n.turned = [(o, k.placeholder() if k.to_ask() is None else k.asked) for o,k in n.turned]
             n.held = [None]*len(n.kinds)
             for j in range(len(n.kinds)): self._hold(n, j)
         drop_pending()

@@ -26,7 +26,7 @@ from .trace import *
 
 # %% ../../nbs/api/05n_capture.program.ipynb #976be0f8
 def _inv(v): return 1/v if v else float('inf')
-_functions = [lambda v: v, lambda v: -v, lambda v: 1-v, _inv, lambda v: _inv(1-v), lambda v: v*v]
+_functions = [lambda v: v, lambda v: -v, lambda v: 1-v, lambda v: v-1, _inv, lambda v: _inv(1-v), lambda v: v*v]
 
 decides = set()   # (function, line, which of its numbers) of which a graph depends on the value, in this process
 
@@ -42,7 +42,7 @@ def _compare_by_value(path, nums):
     "From now on, with the values of this step"
     for n in path:
         known = dict(n.bad)
-        at = [n.at[0]+i for i,k in enumerate(n.names) if k in decides]
+        at = [i for i,k in enumerate(n.names, n.at[0]) if k in decides or not np.isfinite(nums[i])]
         n.bad = tuple((i, known.get(i, nums[i])) for i in at)
     return [o for n in path for o in n.bad]
 
@@ -139,7 +139,7 @@ def _compile(self:Program, a, b):
         if k not in meanings and a.buffers[k] == b.buffers[k] and b.buffers[k] not in known and c.dim():
             raise Refused(f"the step reads a tensor of shape {tuple(c.shape)} that it was not given")
     self.steps = [(numbers, tape, counts) for numbers,tape,counts in b.steps.done]
-    for n in 'updated grads flags escapes sources replaced hash'.split(): setattr(self, n, getattr(b, n))
+    for n in 'updated grads flags escapes held_grads sources replaced hash'.split(): setattr(self, n, getattr(b, n))
     self.meanings,self.consts = meanings,{k: c for k,c in b.consts.items() if k not in meanings}
     self.numbers = {}   # (what, dtype) -> places among the inputs
     for k,m in meanings.items(): self.numbers.setdefault((m, b.consts[k].dtype), []).append(k)
@@ -183,7 +183,7 @@ def _send(self:Program, nums, hosts):
 @patch
 def _find_places(self:Program):
     "Where each input of the program, and each tensor that it changes, stands in what `run` has at hand"
-    used = [*self.sources, *(name for pair in self.updated for name in pair), *self.escapes.values()]
+    used = [*self.sources, *(name for pair in self.updated for name in pair), *self.escapes.values(), *self.held_grads.values()]
     used += [*(v for *_,v in self.replaced), *(v for _,v in self.grads if v is not None)]
     self.graded = sorted({n[1] for n in used if n[0] == 'grad'})
     self.seeds = [('seed', 0)] if ('seed', 0) in used else []
@@ -192,7 +192,7 @@ def _find_places(self:Program):
     at = {n: i for i,n in enumerate(names)} | {('const', k): len(names)+i for i,ks in enumerate(self.numbers.values()) for k in ks}
     def place(name): return len(names)+len(self.numbers)+name[1] if name[0] == 'result' else at[name]
     self.order = [place(s) for s in self.sources]
-    self.results = {o: place(v) for o,v in self.escapes.items()}
+    self.results = {o: (place(v), place(self.held_grads[o]) if o in self.held_grads else None) for o,v in self.escapes.items()}
     self.sets = [(place(name), place(v)) for name,v in self.updated]
     self.puts = [(d, k, place(v)) for d,k,v in self.replaced]
     self.left = [(j, None if v is None else place(v)) for j,v in self.grads]
@@ -204,7 +204,7 @@ def run(self:Program,
     outside:list, # Tensors from outside
     hosts:list, # Tensors of the host
     nums:list, # Numbers
-) -> dict: # Origin of a result that is wanted -> its value
+) -> dict: # Origin of a result that is wanted -> its value, and its gradient if it keeps one
     "Run the step, and leave behind what its calls would have left"
     sent = self._send(nums, hosts)
     pool = [*outside, *sent, *(outside[j].grad for j in self.graded), *(seed_tensor() for _ in self.seeds)]
@@ -220,7 +220,7 @@ def run(self:Program,
     for values,(_,_,counts) in zip(self.values, self.steps):
         for d,k,v in counts: put_number(d, k, values[v[0]] if type(v) is tuple else v)
     self.runs += 1
-    return {o: pool[r] for o,r in self.results.items()}
+    return {o: (pool[r], None if g is None else pool[g]) for o,(r,g) in self.results.items()}
 
 
 # %% ../../nbs/api/05n_capture.program.ipynb #5a0d17a2

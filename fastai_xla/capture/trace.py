@@ -21,16 +21,17 @@ from .state import *
 from .values import *
 from .calls import *
 from .arguments import *
+from .again import *
 
 # %% ../../nbs/api/05ma_capture.trace.ipynb #02a8eb75
 class OptSteps:
     "The numbers of known optimizers in a trace: each step of theirs on a tape of its own"
     def __init__(self, seed): self.seed,self.done,self.was,self.replaced = seed,[],[],[]
 
-    def __call__(self, f, taken):
+    def __call__(self, f, taken, places):
         was = put_numbers(taken)
         self.was = was if not self.was else self.was + [o for o in was if all(o[0] is not d or o[1] != k for d,k,_ in self.was)]
-        self._run(f)
+        with with_state(places): self._run(f)
         put_numbers([(d, k, v) for (d,k,v),(_,_,t) in zip(was, taken) if get_number(d, k) == t])
 
     def _run(self, f):
@@ -76,7 +77,7 @@ class StepTrace:
 # %% ../../nbs/api/05ma_capture.trace.ipynb #3782da1f
 @patch
 def _trace(self:StepTrace, calls, escaped, seed, then):
-    path,outside,hosts,nums,taken = calls
+    path,outside,hosts,nums,taken,states = calls
     settle_tensors()
     rng = rng_state()
     manual_seed(rng)
@@ -87,9 +88,12 @@ def _trace(self:StepTrace, calls, escaped, seed, then):
         torch.clear_autocast_cache()
         env = {-1-j: t for j,t in enumerate(outside)}
         with torch.autograd.set_multithreading_enabled(False):
+            reads = n_reads()
             for n in path:
-                if hasattr(n.f, 'numbers'): self.steps(n.f, taken[n.depth])
+                if hasattr(n.f, 'numbers'): self.steps(n.f, taken[n.depth], states[n.depth])
                 else: run_node(n, env, nums, sent, other=_other)
+        # an index that came from the host, of a mask for example, would be a constant of this step
+        if n_reads() != reads: raise Refused("the step reads values of what the host sends, as the elements of a boolean mask")
         self.n_draws = n_draws(rng, rng_state())
         self._collect(env, escaped)
         then(self)
@@ -148,8 +152,7 @@ def _collect(self:StepTrace, env, escaped):
     self.replaced = [(d, k, root(t)) for d,k,t,_ in self.steps.replaced]
     self.flags = [(j, t.requires_grad) for j,t,_,r in self.leaves if t.requires_grad != r]
     self.escapes = {o: root(env[o]) for o in sorted(escaped)}
-    lost = first(o for o in escaped if env[o].is_leaf and env[o].grad is not None)
-    if lost is not None: raise Refused("a tensor that the step makes keeps a gradient after it")
+    self.held_grads = {o: root(env[o].grad) for o in sorted(escaped) if (env[o].is_leaf or env[o].retains_grad) and env[o].grad is not None}
     if not self.roots: raise Refused("the step computes nothing")
     ids,self.ts = graph_inputs(self.roots)
     self.buffers,self.hash = buffers(self.ts),graph_hash(self.roots)
