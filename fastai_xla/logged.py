@@ -221,8 +221,10 @@ def _tell(self:Logged, why, refused):
     count['refused' if refused else 'traced'] += 1
     new,self.why = self.kind not in self.kinds,why
     self.kinds.add(self.kind)
-    if self.log.goes_back: self.off[training] = ''   # a replayed step leaves no graph to go back to
-    if not why or training in self.off and not self.log.goes_back or new and not refused: return   # the first batch of its kind
+    if self.log.goes_back and training not in self.off:   # a replayed step leaves no graph to go back to
+        r.why[why] += 1
+        return self._stop(why)
+    if not why or training in self.off or new and not refused: return   # the first batch of its kind
     r.why[why] += 1
     if refused and not count['replayed']:
         if count['refused'] == 2: self.off[training] = ''   # it is recorded, or retraced for a reason of its own

@@ -26,7 +26,7 @@ from .trace import *
 
 # %% ../../nbs/api/05n_capture.program.ipynb #976be0f8
 def _inv(v): return 1/v if v else float('inf')
-_functions = [lambda v: v, lambda v: -v, lambda v: 1-v, lambda v: v-1, _inv, lambda v: _inv(1-v), lambda v: v*v]
+_functions = [lambda v: v, lambda v: -v, lambda v: 1-v, _inv, lambda v: _inv(1-v), lambda v: v*v]
 
 decides = set()   # (function, line, which of its numbers) of which a graph depends on the value, in this process
 
