@@ -112,28 +112,32 @@ class OptStep:
 
     def n_given(self): return len(self.params)   # of `tensors`; the others are its own
 
-    def taken(self):
-        "The numbers as they are now"
-        inner = innermost(self.opt)
-        hypers = [(h, k, get_number(h, k)) for h in hypers_of([inner]) for k in number_keys(h)]
-        own = [vars(o) for o in {id(o): o for o in (self.opt, inner)}.values()]
-        return hypers + [(s, k, v if type(v) is int else get_number(s, k)) for s in (*self.states, *own) for k,v in s.items() if is_number(v)]
+# %% ../nbs/api/06aba_unknown.ipynb #62d48c0b
+@patch
+def taken(self:OptStep):
+    "The numbers as they are now"
+    inner = innermost(self.opt)
+    hypers = [(h, k, get_number(h, k)) for h in hypers_of([inner]) for k in number_keys(h)]
+    own = [vars(o) for o in {id(o): o for o in (self.opt, inner)}.values()]
+    return hypers + [(s, k, v if type(v) is int else get_number(s, k)) for s in (*self.states, *own) for k,v in s.items() if is_number(v)]
 
-    def guard(self):
-        "Everything that is neither a tensor nor a number"
-        inner = innermost(self.opt)
-        def flag(v): return v if not isinstance(v, (int, float, tuple)) or isinstance(v, bool) else type(v)
-        hypers = [[(k, flag(v)) for k,v in h.items() if k != 'params'] for h in hypers_of([inner])]
-        return OptGuard(self.params, (hypers, [(id(s), *s) for s in self.states], [*map(id, hypers_of([inner]))],
-                                      list(getattr(inner, 'cbs', ()))))
+@patch
+def guard(self:OptStep):
+    "Everything that is neither a tensor nor a number"
+    inner = innermost(self.opt)
+    def flag(v): return v if not isinstance(v, (int, float, tuple)) or isinstance(v, bool) else type(v)
+    hypers = [[(k, flag(v)) for k,v in h.items() if k != 'params'] for h in hypers_of([inner])]
+    return OptGuard(self.params, (hypers, [(id(s), *s) for s in self.states], [*map(id, hypers_of([inner]))],
+                                  list(getattr(inner, 'cbs', ()))))
 
-    def ran(self, taken):
-        "After the first step of its kind: which numbers it has counted on by one"
-        return [(d, k) for d,k,v in taken if get_number(d, k) == v+1]
+@patch
+def ran(self:OptStep, taken):
+    "After the first step of its kind: which numbers it has counted on by one"
+    return [(d, k) for d,k,v in taken if get_number(d, k) == v+1]
 
-    def after(self, node):
-        for d,k in node.counts: put_number(d, k, get_number(d, k)+1)
-
+@patch
+def after(self:OptStep, node):
+    for d,k in node.counts: put_number(d, k, get_number(d, k)+1)
 
 # %% ../nbs/api/06aba_unknown.ipynb #a7fadf1e
 def is_number(v):
@@ -169,7 +173,7 @@ def _is_known_opt(opt):
 def _as_one_call(cls, name, kind):
     "Let a method of an optimizer be one call of a log that is at work"
     f = getattr(cls, name) if name in cls.__dict__ else None
-    if f is not None and not is_known(f) or hasattr(cls, f'_under_{name}') and theirs(cls, name): return   # a package's: it runs at every step
+    if f is not None and not is_known(f) or hasattr(cls, f'_under_{name}') and theirs(cls, name): return   # a package's: it runs every step
     def _inner(self, *args, **kwargs):
         run = f or (lambda self, *args, **kwargs: getattr(self.opt, name)(*args, **kwargs))
         if args or kwargs or (log := active()) is None or not _is_known_opt(self): return run(self, *args, **kwargs)

@@ -75,6 +75,7 @@ class Outside(NamedTuple):
     alone: bool # Is it a leaf without hooks?
     def __repr__(self): return f'a {self.cls.__name__} of shape {tuple(self.shape)} and {self.dtype}'
 
+# %% ../../nbs/api/05ka_capture.arguments.ipynb #579cd6d8
 class Arguments:
     "What the calls of a step are given: where its tensors come from, its numbers, and what is sent from the host"
     def __init__(self):
@@ -107,7 +108,6 @@ class Arguments:
         self.parted = {i: r for i,r in self.parted.items() if r() is not None}
         self.parted[id(t)] = weakref.ref(t)
 
-
 # %% ../../nbs/api/05ka_capture.arguments.ipynb #e9778fbe
 @patch
 def _leaf(self:Arguments, a):
@@ -138,10 +138,12 @@ def _from_outside(self:Arguments, a):
     if (not a.is_leaf or parted) and not self.cuts:
         self.goes_back = True
         self.refuse(f"a tensor with a graph from before the step is used at {user_line()}; `detach()` it")
-    if parted and not self.cuts: warnings.warn(f"The tensor of shape {tuple(a.shape)} at {user_line()} was made in an earlier step, which was replayed "
-                             "and has left no graph: no gradient flows back into that step. From now on steps keep their graphs.")
+    if parted and not self.cuts:
+        warnings.warn(f"The tensor of shape {tuple(a.shape)} at {user_line()} was made in an earlier step, which was replayed and has left "
+                      "no graph: no gradient flows back into that step. From now on steps keep their graphs.")
     if hooked: self.refuse(f"a hook of a tensor of shape {tuple(a.shape)} runs in the backward pass")
-    return Outside(i, type(a), a.shape, a.dtype, a.requires_grad, a.is_leaf and a.grad is None, a.is_leaf and not hooked and (not parted or self.cuts))
+    alone = a.is_leaf and not hooked and (not parted or self.cuts)
+    return Outside(i, type(a), a.shape, a.dtype, a.requires_grad, a.is_leaf and a.grad is None, alone)
 
 
 # %% ../../nbs/api/05ka_capture.arguments.ipynb #04aaf213

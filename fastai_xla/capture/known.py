@@ -109,7 +109,8 @@ def as_was(self:KnownModule,
 def _is_whole(m):
     "May the module be one call?"
     for o in m.modules():
-        if isinstance(o, torch.jit.ScriptModule) or not is_known(type(o)) or not is_known(type(o).forward) or hasattr(o, 'step_key'): return False
+        if isinstance(o, torch.jit.ScriptModule) or hasattr(o, 'step_key'): return False
+        if not is_known(type(o)) or not is_known(type(o).forward): return False
         if any(o.__dict__[n] for n in _hooks): return False
         for k,v in _own(o):
             if isinstance(v, torch.Tensor) and v.device.type != 'xla' or not isinstance(v, torch.Tensor) and not is_known(v): return False

@@ -114,6 +114,7 @@ def _saved_hooks(self):
     if _active and active(): give_up(f'{user_line()} runs code of its own in the backward pass, as checkpoints do')
     return _enter_hooks(self)
 
+# %% ../../nbs/api/05m_capture.patches.ipynb #da754733
 _scripted,_script_method = torch._C.ScriptFunction.__call__,torch._C.ScriptMethod.__call__
 def _call_script(self, *args, **kwargs):
     if not _active or (log := active()) is None: return _scripted(self, *args, **kwargs)
@@ -131,7 +132,6 @@ def _call_script_method(self, *args, **kwargs):   # it reads weights that nobody
         give_up(f'{user_line()} calls a scripted module')
         args,kwargs = log._real(args),log._real(kwargs)
     return _script_method(self, *args, **kwargs)
-
 
 # %% ../../nbs/api/05m_capture.patches.ipynb #971b6a82
 def watch_calls():
