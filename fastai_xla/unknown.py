@@ -146,13 +146,13 @@ def is_number(v):
     return isinstance(v, (int, float)) and not isinstance(v, bool)
 
 class OptGuard:
-    "What an optimizer depends on, and which parameters have been cleared: that matters for those that get no gradient"
+    "What an optimizer depends on, and which parameters have been cleared (None: and filled since): that matters where there is no gradient"
     def __init__(self, params, items):
         self.items,self.cleared = items,[getattr(p, '_cleared', False) for p in params]
         self.without = [i for i,p in enumerate(params) if p.grad is None]
     def __repr__(self): return f'{len(self.cleared)} parameters ({len(self.without)} without a gradient), their groups, settings and state'
     def __eq__(self, other):   # the first is of the step that was traced
-        return self.items == other.items and all(self.cleared[i] == other.cleared[i] for i in self.without)
+        return self.items == other.items and all(self.cleared[i] in (None, bool(other.cleared[i])) for i in self.without)
 
 class ZeroGrad:
     "The same for `zero_grad`"
@@ -161,8 +161,10 @@ class ZeroGrad:
     def tensors(self): return [p for pg in self.opt.param_lists for p in pg]
     def guard(self): return OptGuard(self.tensors(), ())
     def after(self, node):
-        ps = self.tensors()
-        for i in set(range(len(ps))).difference(node.key[2].without): ps[i]._cleared = True
+        ps,guard = self.tensors(),node.key[2]
+        for p,cleared in zip(ps, guard.cleared):
+            if cleared is None: p._cleared = None
+        for i in set(range(len(ps))).difference(guard.without): ps[i]._cleared = True
 
 # %% ../nbs/api/06aba_unknown.ipynb #95ac112c
 def _is_known_opt(opt):

@@ -189,6 +189,18 @@ def state_of_the_optimizer_cleared():
         if cb.train_iter % 8 == 7: cb.opt.state.clear()
     return hooked(after_step=after_step) | dict(opt_func=Adam)
 
+def takes_away(when):
+    def after_backward(cb):
+        if when(cb.train_iter):
+            for p in cb.model[2].parameters(): p.grad = None
+    return hooked(after_backward=after_backward) | dict(opt_func=partial(SGD, mom=.9, wd=.1, decouple_wd=True))
+
+@story
+def gradients_taken_away(): return takes_away(lambda i: i > 1)
+
+@story
+def gradients_taken_away_at_times(): return takes_away(lambda i: i%3 == 2)
+
 @story
 def parameters_held():
     def after_backward(cb): cb.learn.kept.append(nn.Parameter(cb.model[0].weight.data.clone()))

@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from fastcore.all import *
 
 from ..runtime import *
+from ..runtime import note_filled
 from ..graphs import *
 from ..draws import python_lock
 from .calls import *
@@ -31,7 +32,9 @@ def _give_up(self:Log, why):
     env = {-1-j: t for j,t in enumerate(self.outside)}
     self.busy += 1
     try:
-        for n in self.path: run_node(n, env, self.nums, self.hosts, self.taken.get(n.depth, ()), self.states.get(n.depth, ()))
+        for n in self.path:
+            run_node(n, env, self.nums, self.hosts, self.taken.get(n.depth, ()), self.states.get(n.depth, ()))
+            if getattr(n.f, '__name__', '') == 'backward': note_filled(self.outside)   # as `Learner._backward` would have
     finally: self.busy -= 1
     self.given,self.env = self.objs,[env[i] for i in range(len(self.objs))]
     for i,t in enumerate(self.env): self.at[id(t)] = i

@@ -16,6 +16,7 @@ from torch import nn
 from fastcore.all import *
 
 from ..runtime import *
+from ..runtime import is_cleared
 from .effects import is_library
 from .state import content
 
@@ -59,7 +60,7 @@ class Watch:
         for d in self.children: objs += d.values()
         vals += [len(d) for d in self.dicts] + [f(d[k]) for d,k,f in self.lists]
         for p in self.params:
-            vals += (p.requires_grad, p.grad is None, p.requires_grad or getattr(p, '_cleared', False),
+            vals += (p.requires_grad, p.grad is None, p.requires_grad or is_cleared(p),
                      p.dtype, p.shape, len(p._backward_hooks or ()), len(p._post_accumulate_grad_hooks or ()))
         return [*self.roots, *objs],vals
 

@@ -15,10 +15,12 @@ from functools import partial
 
 import torch
 from fastcore.all import *
+from fastai.learner import Learner
 from fastai.optimizer import (Optimizer, Lookahead, OptimWrapper, average_grad, average_sqr_grad,
                               lamb_step, larc_layer_lr, larc_step, step_stat, debias)
 
 from ..runtime import *
+from ..runtime import is_cleared, note_filled
 from ..transfer import *
 from ..patching import patch, theirs
 
@@ -53,19 +55,25 @@ def zero_grad(self:Optimizer):
     for p in there: p.grad,p._cleared = None,True
     if not theirs(Optimizer, 'zero_grad'): self._under_zero_grad()
 
+@patch
+def _backward(self:Learner):
+    self._under__backward()
+    if not isinstance(self.opt, Optimizer): return
+    with torch._C.DisableTorchFunction(): note_filled(p for pg in self.opt.param_lists for p in pg)
+
 def restore_cleared(
     params, # Parameters
 ):
     "Give zeros to those of `params` whose gradient `zero_grad` has dropped"
     for p in params:
-        if p.grad is None and getattr(p, '_cleared', False): p.grad = torch.zeros_like(p)
+        if p.grad is None and is_cleared(p): p.grad = torch.zeros_like(p)
 
 @contextmanager
 def zeros_shown(
     params, # Parameters
 ):
     "Within the block, those of `params` whose gradient `zero_grad` has dropped have zeros"
-    zeros = [(p, torch.zeros_like(p)) for p in params if p.grad is None and getattr(p, '_cleared', False)]
+    zeros = [(p, torch.zeros_like(p)) for p in params if p.grad is None and is_cleared(p)]
     versions = [z._version for _,z in zeros]
     for p,z in zeros: p.grad = z
     try: yield
@@ -86,7 +94,7 @@ _made_by = {average_grad: 'grad_avg', average_sqr_grad: 'sqr_avg'}
 
 def _init_fastai(opt):
     names = [_made_by[f] for cb in opt.cbs if (f := getattr(cb, 'func', cb)) in _made_by]
-    ps = [p for pg in opt.param_lists for p in pg if is_xla(p) and (p.requires_grad or getattr(p, '_cleared', False))]
+    ps = [p for pg in opt.param_lists for p in pg if is_xla(p) and (p.requires_grad or is_cleared(p))]
     missing = [(p, n) for p in ps for n in names if n not in opt.state[p]]
     zeros = send([torch.zeros(p.shape, dtype=p.dtype) for p,_ in missing], missing and missing[0][0].device)
     for (p,n),z in zip(missing, zeros): opt.state[p][n] = z
@@ -142,7 +150,7 @@ def swap_params(
 ):
     "Let `opt` train the new parameters in place of the old ones; its state follows them to their device"
     for p,q in new.items():
-        if is_xla(q) and q.grad is None and getattr(p, '_cleared', False): q._cleared = True
+        if is_xla(q) and q.grad is None and is_cleared(p): q._cleared = True
     if isinstance(opt, Lookahead):
         swap_params(opt.opt, new)
         if opt.slow_weights is not None:
