@@ -43,6 +43,7 @@ class Logged:
     ):
         self.replay,self.model,self.opt = replay,None,noop
         self.off,self.counts = {},{True: Counter(), False: Counter()}   # training? -> why steps are retraced; what has been done
+        self.found = {}   # training? -> what has left them to recordings
 
     def start(self):
         "Begin a fit"
@@ -51,7 +52,7 @@ class Logged:
         if self.model is not learn.model or other: self.logs = {True: Log(), False: Log()}   # which hold both
         self.model,self.opt = learn.model,noop if learn.opt is None else weakref.ref(learn.opt)
         self.again = Counter()   # why steps of another path were recorded
-        self.off,self.counts,self.kinds = {},{True: Counter(), False: Counter()},set()
+        self.off,self.found,self.counts,self.kinds = {},{},{True: Counter(), False: Counter()},set()
         self.audited = {}   # training? -> the pass over a dataloader of the last audit
         for log in self.logs.values(): log.known.look_again()
         watch_optimizers()
@@ -133,7 +134,7 @@ def _step(self:Logged, b):
 def _finish(self:Logged):
     "Run the program of the step's calls, or leave them as they have been traced"
     r,learn,log = self.replay,self.replay.learn,self.log
-    done = log.answering and self._run()
+    done = not (log.path or log.refused) or log.answering and self._run()   # a batch may be passed over
     if not done:
         log.ended()
         r.tracing = True
@@ -219,6 +220,7 @@ def _tell(self:Logged, why, refused):
     r,training = self.replay,self.replay.learn.training
     count = self.counts[training]
     count['refused' if refused else 'traced'] += 1
+    why = r.texts.setdefault(why.partition(' has another ')[0], why)   # one reason for a call, whatever the number
     new,self.why = self.kind not in self.kinds,why
     self.kinds.add(self.kind)
     if self.log.goes_back and training not in self.off:   # a replayed step leaves no graph to go back to
@@ -227,7 +229,7 @@ def _tell(self:Logged, why, refused):
     if not why or training in self.off or new and not refused: return   # the first batch of its kind
     r.why[why] += 1
     if refused and not count['replayed']:
-        if count['refused'] == 2: self.off[training] = ''   # it is recorded, or retraced for a reason of its own
+        if count['refused'] == 2: self.off[training],self.found[training] = '',why   # it is recorded
         return
     if refused: r.plain[why] += 1
     else: self.again[why] += 1

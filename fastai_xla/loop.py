@@ -23,6 +23,7 @@ from .compat.optimizer import zeros_shown
 from .data import RawBatch, feed, feedable, in_groups
 from .capture.effects import is_library
 from .capture.values import *
+from .capture.patches import set_aside
 from .learner_step import *
 from .replay import *
 from .logged import *
@@ -65,6 +66,9 @@ def _replaced():
 @patch(stands_in=True)
 def all_batches(self:Learner):
     "Train or evaluate `self.model` on all the batches of `self.dl`"
+    with set_aside('another learner runs within the step'): _all_batches(self)
+
+def _all_batches(self):
     if _replay(self) is None or not feedable(self.dl) or not _own(self): return self._under_all_batches()
     r,self.n_iter,i = _replay(self),len(self.dl),0
     r.looping = True

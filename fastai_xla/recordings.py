@@ -247,7 +247,8 @@ def _refuse(self:Recordings, e):
 
     The first batch of a fit may set up what later ones find, so there is a second try"""
     text = str(e) if isinstance(e, Refused) else f"{type(e).__name__} while the step was traced: {e}"
-    why = self.reason = self.texts.setdefault(getattr(e, 'why', text), text)
+    found = self.by_log and self.by_log.found.get(self.learn.training)   # which names a line
+    why = self.reason = found or self.texts.setdefault(getattr(e, 'why', text), text)
     new = self.look_after(getattr(e, 'holder', None))
     self.why[why] += not new
     self.failed[self.learn.training] += 1

@@ -44,7 +44,8 @@ arithmetic_of_ints = {*_ops, *(f'{n}_' for n in _ops), 'fill_', '__setitem__',
 arithmetic = arithmetic_of_ints | set('''pow pow_ __pow__ __rpow__ __ipow__ rsub lerp lerp_ addcmul addcmul_ addcdiv addcdiv_ clamp clamp_
     clamp_min clamp_max clip clip_ full full_like new_full new_tensor where masked_fill masked_fill_ gt lt ge le eq ne
     __gt__ __lt__ __ge__ __le__ __eq__ __ne__ leaky_relu elu celu softplus hardtanh threshold linspace uniform_ normal_
-    smooth_l1_loss huber_loss _threshold __rdiv__'''.split())
+    smooth_l1_loss huber_loss _threshold __rdiv__ gumbel_softmax triplet_margin_loss margin_ranking_loss
+    cosine_embedding_loss hinge_embedding_loss'''.split())
 
 def takes_ints(name): return name.removeprefix('_foreach_') in arithmetic_of_ints
 def takes_floats(name): return name in arithmetic or name.endswith('.apply') or name.startswith('_foreach_')   # of an autograd function

@@ -22,6 +22,7 @@ from .values import *
 from .calls import *
 from .arguments import *
 from .again import *
+from .step import aliased
 
 # %% ../../nbs/api/05ma_capture.trace.ipynb #02a8eb75
 class OptSteps:
@@ -152,6 +153,8 @@ def _collect(self:StepTrace, env, escaped):
     self.replaced = [(d, k, root(t)) for d,k,t,_ in self.steps.replaced]
     self.flags = [(j, t.requires_grad) for j,t,_,r in self.leaves if t.requires_grad != r]
     self.escapes = {o: root(env[o]) for o in sorted(escaped)}
+    changed = {env[-1-j].untyped_storage()._cdata for (kind,j),_ in self.updated if kind == 'outside'}
+    if any(env[o].untyped_storage()._cdata in changed for o in escaped): raise Refused(aliased)
     self.held_grads = {o: root(env[o].grad) for o in sorted(escaped) if (env[o].is_leaf or env[o].retains_grad) and env[o].grad is not None}
     if not self.roots: raise Refused("the step computes nothing")
     ids,self.ts = graph_inputs(self.roots)

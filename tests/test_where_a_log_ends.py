@@ -1,0 +1,168 @@
+"Code that no log can answer for: the step is retraced, says why, and has the numbers of the CPU"
+import threading
+from torch.utils.flop_counter import FlopCounterMode
+from test_log import *
+from test_kinds_of_code import Net, net, hooked
+
+refused,followed = {},{}
+def story(why):
+    "A story whose steps are refused because of `why`"
+    def _add(f):
+        refused[f.__name__] = f,why
+        return f
+    return _add
+def follows(f):
+    followed[f.__name__] = f
+    return f
+
+# --- autograd functions of the user's
+
+class Scale(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, by):
+        ctx.by = by
+        return x.clone()
+
+def function(backward): return type('Own', (Scale,), dict(backward=staticmethod(backward)))
+def counting(fn, arg):
+    "A model that counts its steps and applies `fn` with `arg` of the count"
+    def model():
+        m = Net(None)
+        m.f = lambda m, y: m.b(fn.apply(y.relu(), arg(m, count(m))))
+        return m
+    def count(m):
+        if m.training: m.n = getattr(m, 'n', 0) + 1
+        return getattr(m, 'n', 0)
+    return dict(model=model)
+
+@follows
+def a_function_that_branches_on_a_float():
+    def backward(ctx, g): return (g*3 if ctx.by > .5 else g*ctx.by), None
+    return counting(function(backward), lambda m, n: .1*(n%10))
+
+@story('given a SimpleNamespace')
+def a_function_that_is_given_settings():
+    def arg(m, n):
+        if not hasattr(m, 'cfg'): m.cfg = SimpleNamespace()
+        m.cfg.by = n/30
+        return m.cfg
+    def backward(ctx, g): return g*ctx.by.by, None
+    return counting(function(backward), arg)
+
+rate = 1.
+def rate_now(): return rate
+@story('rate_now reads rate, a global')
+def a_function_whose_helper_reads_a_global():
+    def arg(m, n):
+        global rate
+        rate = n/30
+        return 1.
+    def backward(ctx, g): return g*rate_now(), None
+    return counting(function(backward), arg)
+
+@story('given a list')
+def a_function_that_notes_its_gradients():
+    seen = []
+    def backward(ctx, g):
+        ctx.by.append(g.abs().mean())
+        return g, None
+    def model():
+        m = counting(function(backward), lambda m, n: seen)['model']()
+        seen.clear()
+        return m
+    return dict(model=model, see=lambda l: [len(seen), *seen])
+
+# --- the user's code within a library's, beside it and around it
+
+@story("calls one of yours")
+def a_distance_of_the_users():
+    class Loss(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.n,self.l = 0,nn.TripletMarginWithDistanceLoss(distance_function=self.dist, margin=.5)
+        def dist(self, a, b): return (a-b).abs().pow(2).sum(-1)*(1+self.n/10)
+        def forward(self, p, y):
+            self.n += 1
+            return self.l(p, y, p.roll(1, 0)) + F.mse_loss(p, y)
+    return dict(loss_func=Loss)
+
+@story('another thread')
+def a_thread_that_reads_the_loss():
+    def after_loss(cb):
+        if not cb.training: return
+        loss = cb.loss.detach()
+        t = threading.Thread(target=lambda: cb.learn.seen.append(float(loss)))
+        t.start()
+        t.join()
+    return hooked(before_fit=lambda cb: setattr(cb.learn, 'seen', []), after_loss=after_loss) | dict(see=lambda l: l.seen)
+
+@story('looks at each operator')
+def a_count_of_operations():
+    def before_batch(cb):
+        with FlopCounterMode(display=False) as c, torch.no_grad(): cb.model(cb.x)
+        cb.learn.seen.append(c.get_total_flops())
+    return hooked(before_fit=lambda cb: setattr(cb.learn, 'seen', []), before_batch=before_batch) | dict(see=lambda l: l.seen[:30])
+
+@story('made where nobody saw it')
+def a_view_of_a_weight_that_is_held():
+    def before_batch(cb):
+        if cb.training and cb.train_iter%6 == 3: cb.learn.view = cb.model[0].weight.data[0]
+    def after_step(cb):
+        if cb.learn.view is not None: cb.learn.seen.append(cb.learn.view.sum())
+    def before_fit(cb): cb.learn.seen,cb.learn.view = [],None
+    return hooked(before_fit=before_fit, before_batch=before_batch, after_step=after_step) | dict(see=lambda l: l.seen)
+
+def another(to_xla, go):
+    def after_step(cb):
+        if cb.iter%4 != 3: return
+        other = Learner(cb.dls, cb.model, loss_func=nn.MSELoss())
+        if to_xla and hasattr(cb.learn, 'xla_opt'): other.to_xla()
+        with other.no_bar(), other.no_logging(): cb.learn.seen.append(go(other))
+        cb.model.train()
+    return hooked(before_fit=lambda cb: setattr(cb.learn, 'seen', []), after_step=after_step) | dict(see=lambda l: l.seen)
+@story('another learner')
+def another_learner_predicts(): return another(False, lambda l: l.get_preds(dl=l.dls.valid)[0].mean())
+@story('another learner')
+def another_learner_on_xla_validates(): return another(True, lambda l: l.validate()[0])
+
+@pytest.mark.parametrize('name', refused)
+def test_refused_and_named(name):
+    f,why = refused[name]
+    learn = agree(f, branches=None, tol=1e-6)
+    assert counts(learn)[True]['refused'] and any(why in k for k in learn.xla_opt.replay.why), learn.xla_opt.replay.why
+
+# --- what is replayed all the same
+
+@follows
+def a_margin_that_grows():
+    def loss(p, y, n=[0]):
+        n[0] += 1
+        return F.mse_loss(p, y) + F.margin_ranking_loss(p, p.roll(1, 0), y.sign(), margin=.01*n[0])
+    return dict(loss_func=lambda: partial(loss, n=[0]))
+
+@follows
+def most_batches_are_passed_over():
+    def before_batch(cb):
+        if cb.training and cb.iter%8 > 1: raise CancelBatchException
+    def after_pred(cb): cb.learn.pred = cb.pred*1.
+    return hooked(before_batch=before_batch, after_pred=after_pred)
+
+@follows
+def a_penalty_at_times():
+    def after_loss(cb):
+        if not cb.training or cb.train_iter%4: return
+        x = cb.x.detach().requires_grad_()
+        g, = torch.autograd.grad(cb.model(x).sum(), x, create_graph=True)
+        cb.learn.loss_grad = cb.loss_grad + g.pow(2).sum(1).mean()
+    return hooked(after_loss=after_loss)
+
+@pytest.mark.parametrize('name,traced', [('a_function_that_branches_on_a_float', 10), ('a_margin_that_grows', 1),
+                                         ('most_batches_are_passed_over', 1), ('a_penalty_at_times', 3)])
+def test_replayed(name, traced):
+    learn = agree(followed[name], branches=None, tol=1e-6)
+    assert counts(learn)[True]['traced'] == traced and not counts(learn)[True]['refused']
+
+def test_one_reason_for_a_number_that_changes():
+    def after_pred(cb): cb.learn.pred = torch.nn.functional.dropout(cb.pred, .01*cb.train_iter, cb.training)
+    _,learn = run(lambda: hooked(after_pred=after_pred), 'auto', n=1)
+    assert len([k for k in learn.xla_opt.replay.why if 'dropout' in k]) == 1
