@@ -8,10 +8,14 @@ Docs: https://fastai-xla.github.io/fastai_xla/api/lowerings.small.html.md"""
 __all__ = []
 
 # %% ../../nbs/api/01f_lowerings.small.ipynb #ce1d9462
+from functools import lru_cache
+
 import torch
 from fastcore.all import *
 
+from ..graphs import *
 from .core import *
+
 
 # %% ../../nbs/api/01f_lowerings.small.ipynb #c049bcf0
 def _composite(*ops, probe=None):
@@ -54,3 +58,26 @@ def _histc(x, bins=100, min=0, max=0):
     lo,hi = (x.min(),x.max()) if min == max == 0 else (min, max)
     i = ((x-lo)*bins/(hi-lo)).floor().clamp(0, bins-1)
     return torch.zeros(bins, dtype=x.dtype, device=x.device).index_add(0, i.int(), ((x >= lo) & (x <= hi)).to(x.dtype))
+
+# %% ../../nbs/api/01f_lowerings.small.ipynb #314aace5
+_unfold_low = Lowering('unfold', lacks('unfold_copy', 'unfold_backward'), 'falls back to the CPU')
+
+@lru_cache(None)
+def _windows(n, size, step, device):
+    "Indices of the elements of each window, one window after the other"
+    return send_constants([(torch.arange((n-size)//step + 1)[:,None]*step + torch.arange(size)).flatten().int()], device)[0]
+
+@_unfold_low.kernel('unfold_copy', views=True)
+def _unfold(x, dim, size, step):
+    if not x.dim(): return x.clone().reshape(1)[:size]
+    dim %= x.dim()
+    n = x.shape[dim]
+    if not (step == size and n%size == 0): x = x.index_select(dim, _windows(n, size, step, x.device))
+    return x.unflatten(dim, (-1, size)).movedim(dim+1, -1).clone(memory_format=torch.contiguous_format)
+
+@_unfold_low.kernel('unfold_backward', views=True)
+def _unfold_backward(g, sizes, dim, size, step):
+    if not sizes: return g.sum()
+    dim %= len(sizes)
+    n,g = sizes[dim],g.movedim(-1, dim+1).flatten(dim, dim+1)
+    return g.clone() if step == size and n%size == 0 else g.new_zeros(sizes).index_add(dim, _windows(n, size, step, g.device), g)
