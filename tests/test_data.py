@@ -481,7 +481,10 @@ def passes(change, n=3):
         for i,b in enumerate(dl):
             res[-1].append(fetch(b)[0].item())
             change(dl.dataset, i)
-            time.sleep(.02)   # the thread is done with what it may read ahead
+            n = -1
+            while n != len(dl.dataset.by):   # until the thread is done with what it may read ahead
+                n = len(dl.dataset.by)
+                time.sleep(.03)
     return res,Counter(dl.dataset.by)
 
 def test_dataset_changed_between_batches_is_told_and_then_right():
