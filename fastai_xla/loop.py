@@ -23,7 +23,7 @@ from .compat.optimizer import zeros_shown
 from .data import RawBatch, feed, feedable, in_groups
 from .capture.effects import is_library
 from .capture.values import *
-from .capture.patches import set_aside
+from .capture.patches import looked_at, set_aside, watched
 from .learner_step import *
 from .replay import *
 from .logged import *
@@ -91,7 +91,8 @@ def _logged_batches(self:Learner, log, i, raws):
     r = _replay(self)
     for j,b in enumerate(raws):
         self.iter = i+j
-        if log.serves(): log.one_batch(b)
+        if watched(): r.traced_batch(b, looked_at)
+        elif log.serves(): log.one_batch(b)
         elif why := log.off[self.training]: r.traced_batch(b, why)
         else: _one_batch(self, i+j, b)
 

@@ -23,6 +23,7 @@ from .graphs import *
 from .transfer import *
 from .compat.learner import keeps_metrics
 from .compat.metrics import on_host
+from .capture.patches import looked_at, watched
 from .capture.state import *
 from .capture.step import *
 from .recordings import *
@@ -95,6 +96,9 @@ def batch(self:Replay) -> bool: # Has the step been done?
     "Do the step of this batch as recorded, if that can be"
     learn,self.tracing,self.auditing,self.interrupt = self.learn,False,False,None
     if self.failed[learn.training] >= 4: return False   # for the reason that came last
+    if watched():
+        self.reason = looked_at
+        return False
     inputs,spec = flatten([f.raw for f in self.raws] if self.raws is not None else (learn.xb, learn.yb))
     recs = self._find(inputs, spec)
     if isinstance(recs, str):

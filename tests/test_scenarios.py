@@ -7,7 +7,7 @@ from scenarios import callbacks, data, kept, losses, models, optimizers, setting
 from scenarios.base import differences, play, scenarios, unexplained
 
 # Of these no step is replayed; the reason says so
-refused = {'average_of_the_loss_by_hand': 'the value of a tensor is read'}
+refused = {'average_of_the_loss_by_hand': 'reads a value within the step'}
 
 # Of these no step is recorded, where the log is not at work
 _not_recorded = [

@@ -1,6 +1,8 @@
 "Code that no log can answer for: the step is retraced, says why, and has the numbers of the CPU"
 import threading
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
+from fastai_xla.capture.patches import looked_at
 from test_log import *
 from test_kinds_of_code import Net, net, hooked
 
@@ -125,6 +127,44 @@ def another_learner_predicts(): return another(False, lambda l: l.get_preds(dl=l
 @story('another learner')
 def another_learner_on_xla_validates(): return another(True, lambda l: l.validate()[0])
 
+class Counting(TorchDispatchMode):
+    n = 0
+    def __torch_dispatch__(self, f, types, args=(), kwargs=None):
+        self.n += 'tanh' in str(f)
+        return f(*args, **(kwargs or {}))
+
+@story('looks at each operator')
+def a_mode_of_the_users():
+    mode = Counting()
+    def after_pred(cb):
+        with mode: cb.learn.pred = cb.pred.tanh() + 1
+    return hooked(after_pred=after_pred) | dict(see=lambda l: mode.n)
+
+@story('run code of Louder')
+def a_class_of_tensors_of_the_users():
+    class Louder(torch.Tensor):
+        gain = 1.
+        @classmethod
+        def __torch_function__(cls, f, types, args=(), kwargs=None):
+            r = super().__torch_function__(f, types, args, kwargs or {})
+            return r*cls.gain if f is torch.Tensor.tanh else r
+    def after_pred(cb):
+        Louder.gain = 1+cb.train_iter/50
+        cb.learn.pred = cb.pred.as_subclass(Louder).tanh().as_subclass(torch.Tensor)
+    return hooked(after_pred=after_pred)
+
+gain = 1.
+@torch.library.custom_op('fastai_xla_tests::louder', mutates_args=())
+def louder(x: torch.Tensor) -> torch.Tensor: return x*gain
+
+@story('may run code of yours')
+def an_operator_of_the_users():
+    def before_batch(cb):
+        global gain
+        gain = 1+cb.train_iter/50
+        cb.learn.xb = (louder(cb.x),)
+    return hooked(before_batch=before_batch)
+
 @pytest.mark.parametrize('name', refused)
 def test_refused_and_named(name):
     f,why = refused[name]
@@ -156,11 +196,53 @@ def a_penalty_at_times():
         cb.learn.loss_grad = cb.loss_grad + g.pow(2).sum(1).mean()
     return hooked(after_loss=after_loss)
 
-@pytest.mark.parametrize('name,traced', [('a_function_that_branches_on_a_float', 10), ('a_margin_that_grows', 1),
+@follows
+def what_is_asked_twice_is_the_same():
+    "After another branch the results so far are real, and the user's code holds what it was given before"
+    def after_backward(cb):
+        p = cb.model[0].weight
+        g = p.grad
+        if cb.train_iter%4 == 3: g.mul_(2)
+        if p.grad is not g: p.grad = g*100
+    return hooked(after_backward=after_backward)
+
+@follows
+def a_mean_of_what_the_last_step_has_left():
+    "torch_xla remembers the dtype of what a traced step has made, and the graph of a mean is another one then"
+    def after_pred(cb):
+        if cb.training and hasattr(cb, 'last'): cb.learn.pred = cb.pred + .1*cb.last.mean()
+        cb.last = cb.pred.detach()
+    return hooked(after_pred=after_pred)
+
+@follows
+def a_part_of_a_sequence_of_layers():
+    "A slice is a new module at each step"
+    return dict(model=lambda: Net(lambda m, x: m.b(m.more[:2](x)), more=nn.Sequential(nn.ReLU(), nn.Linear(16, 16), nn.ReLU())))
+
+@follows
+def a_compiled_loss():
+    loss = torch.compile(lambda p, y: (p-y).abs().mean() + F.mse_loss(p, y), backend='eager')
+    def after_pred(cb): cb.learn.pred = cb.pred*(1+cb.train_iter/100)
+    return hooked(after_pred=after_pred) | dict(loss_func=lambda: loss)
+
+def test_a_mode_around_a_fit_sees_each_operator():
+    for story in (lambda: hooked(after_pred=lambda cb: setattr(cb.learn, 'pred', cb.pred.tanh())), dict):
+        ns = []
+        for replay in (False, 'auto'):
+            with Counting() as mode: _,learn = run(lambda: story() | dict(model=lambda: nn.Sequential(mlp(), nn.Tanh())), replay, n=1)
+            ns.append(mode.n)
+        assert ns[0] == ns[1] > 0 and learn.xla_opt.replay.plain[looked_at] == 12
+
+@pytest.mark.parametrize('name,traced', [('what_is_asked_twice_is_the_same', 2), ('a_mean_of_what_the_last_step_has_left', 2),
+                                         ('a_part_of_a_sequence_of_layers', 1), ('a_function_that_branches_on_a_float', 10), ('a_margin_that_grows', 1),
                                          ('most_batches_are_passed_over', 1), ('a_penalty_at_times', 3)])
 def test_replayed(name, traced):
     learn = agree(followed[name], branches=None, tol=1e-6)
     assert counts(learn)[True]['traced'] == traced and not counts(learn)[True]['refused']
+
+def test_compiled_by_torch():
+    learn = agree(followed['a_compiled_loss'], branches=None, tol=1e-6)   # once for dynamo
+    assert counts(learn)[True]['replayed'] >= 27
 
 def test_one_reason_for_a_number_that_changes():
     def after_pred(cb): cb.learn.pred = torch.nn.functional.dropout(cb.pred, .01*cb.train_iter, cb.training)

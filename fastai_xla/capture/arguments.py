@@ -117,6 +117,7 @@ def _leaf(self:Arguments, a):
         self.saw_xla = True
         return i,
     if type(a) in (T, P): return self._new_leaf(a)
+    self._class_of(a)
     with torch._C.DisableTorchFunctionSubclass(): return self._new_leaf(a)
 
 @patch
@@ -168,7 +169,7 @@ def _skeleton(self:Arguments, args):
         elif t is slice: out.append((t, self._skeleton((a.start, a.stop, a.step))))
         else:
             out.append(plain_key(a))
-            if callable(a) and not isinstance(a, nn.Module) and not is_known(a):
+            if callable(a) and not isinstance(a, (nn.Module, type)) and not is_known(a):
                 self.refuse(f"a function of a library calls one of yours at {user_line()}")
             if type(out[-1]) is Same and any(isinstance(v, T) for v in getattr(a, '__dict__', {}).values()):
                 self.refuse(f"a {t.__name__} that holds tensors is an argument of a library's module at {user_line()}")

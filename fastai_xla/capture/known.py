@@ -8,7 +8,7 @@ Docs: https://fastai-xla.github.io/fastai_xla/api/capture.known.html.md"""
 __all__ = ['is_library_name', 'is_known', 'KnownModule', 'KnownModules']
 
 # %% ../../nbs/api/05j_capture.known.ipynb #4c943341
-import random
+import random, weakref
 from contextlib import contextmanager
 from functools import partial
 from operator import itemgetter
@@ -120,7 +120,9 @@ def _host_draws(): return random.getstate(),np.random.get_state()[1:3],torch.get
 
 class KnownModules:
     "Modules that are one call, as long as they are"
-    def __init__(self): self.found,self.not_whole = {},set()
+    def __init__(self):
+        self.found,self.not_whole = {},set()
+        self.made = weakref.WeakSet()   # within a step, as by a slice of an `nn.Sequential`: others each time
 
     def look_again(self):
         "Before a fit: which modules still are one call? What is one stays the same call"
@@ -129,6 +131,7 @@ class KnownModules:
     def __call__(self,
         m:nn.Module, # Any module
     ) -> KnownModule|None: # `None` where its Python has to run
+        if m in self.made: return
         k = self.found.get(m, 0)
         if k == 0 or k is not None and k.shape != self._shape(k): k = self.found[m] = self._make(m)
         return k

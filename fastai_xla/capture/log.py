@@ -84,6 +84,7 @@ def _question(self:Log, f, args, kwargs):
 @patch
 def _special(self:Log, f, args, kwargs):
     "Calls that are something else than they say"
+    if isinstance(f, _ops) and str(f).partition('.')[0] not in _namespaces: self.refuse(f'{f} at {user_line()} may run code of yours')
     if f in hook_calls:
         self._give_up(f'{call_name(f)} at {user_line()}')
         self.refuse(f"a hook on a tensor at {user_line()} runs in the backward pass")
@@ -103,6 +104,9 @@ def _special(self:Log, f, args, kwargs):
     if f is T.new_tensor and isinstance(args[1], np.ndarray) and not kwargs:
         return self.call(T.to, (_from_array(args[1]).to(args[0].dtype), args[0].device), {})
     return self.call(f, args, kwargs)
+
+_ops = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
+_namespaces = set('aten prims prim xla torchvision quantized profiler'.split())
 
 def _mask(t, i, value):
     "A mask of the host, where elements of `t` get a number: other elements each time, and the same shapes"
@@ -203,8 +207,14 @@ def _changed(was, now):
     "The first items that differ, as a text"
     if isinstance(was, (list, tuple)) and isinstance(now, (list, tuple)) and len(was) == len(now):
         return first(_changed(a, b) for a,b in zip(was, now) if a != b) or ''
+    if isinstance(was, list) and isinstance(now, list): return f'{len(was)} things -> {len(now)} things'
     if isinstance(was, bytes): return 'an array has other values'
-    return f'{was} -> {now}'[:200]
+    return f'{_text(was)} -> {_text(now)}'[:200]
+
+def _text(o):
+    "An item of a skeleton, for a reader"
+    if type(o) is tuple and len(o) == 1 and type(o[0]) is int: return 'a tensor that was used before'
+    return str(o)
 
 # %% ../../nbs/api/05l_capture.log.ipynb #b608caa3
 @patch
@@ -241,6 +251,7 @@ def _note(self:Log, f, args, kwargs, key, n, before, r):
         o = (self.at.get(id(l)) if id(l) not in new else new[id(l)]) if on else None
         if on and o is None:
             o = new[id(l)] = base+len(kinds)
+            self._class_of(l)
             kinds.append(Kind(l))
             self.objs.append(l)
         olds.append(o)
@@ -258,6 +269,11 @@ def _note(self:Log, f, args, kwargs, key, n, before, r):
     self.cur = n
     self.path.append(n)
     return r
+
+@patch
+def _class_of(self:Log, a):
+    if type(a) not in (T, P) and not is_known(type(a).__torch_function__.__func__):
+        self.refuse(f"torch calls run code of {type(a).__name__} at {user_line()}")
 
 @patch
 def _as_given(self:Log, l):

@@ -80,6 +80,7 @@ class StepTrace:
 def _trace(self:StepTrace, calls, escaped, seed, then):
     path,outside,hosts,nums,taken,states = calls
     settle_tensors()
+    _as_of_a_run(outside, states)
     rng = rng_state()
     manual_seed(rng)
     self.steps,self.nums = OptSteps(seed),nums
@@ -108,6 +109,21 @@ def _trace(self:StepTrace, calls, escaped, seed, then):
 def _other(n): raise Refused(f"{call_name(n.f)} gives a new tensor, where it gave one that was there before")
 
 def _sent(hosts): return send_batch([h.as_subclass(T).contiguous() for h in hosts], here()) if hosts else []
+
+# %% ../../nbs/api/05ma_capture.trace.ipynb #3782da21
+def _remembers(t):
+    "Was `t` made by an operator, and not by a program or sent?"
+    with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+        t = t.detach().reshape(-1)
+        return graph_hash([t.sum()]) == graph_hash([t.sum(dtype=t.dtype)])
+
+def _as_of_a_run(outside, states):
+    own = {id(v) for places in states.values() for _,_,v in places}
+    ts = [t for t in outside if t.is_leaf and type(t) is not P and id(t) not in own and t.is_floating_point() and t.numel()]
+    ts = [t for t,n in zip(ts, n_holders(ts)) if not n and _remembers(t)]
+    drop_pending()
+    new = send_batch([h.as_subclass(T).contiguous() for h in fetch([t.detach() for t in ts])], here()) if ts else []
+    for t,n in zip(ts, new): set_data(t, n if type(t) is T else T._make_subclass(type(t), n))
 
 # %% ../../nbs/api/05ma_capture.trace.ipynb #b695d57a
 @patch

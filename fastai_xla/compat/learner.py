@@ -28,7 +28,7 @@ class _Zero:
         if not is_xla(o): return 0. + o
         total = send([torch.zeros(o.shape)], o.device)[0]
         total += o
-        torch._sync(total)   # else the first update would be recorded later than those after it
+        if torch._is_functional_tensor(total): torch._sync(total)   # else the first update would be recorded later than those after it
         return total
 
 def _begin(met):

@@ -55,12 +55,6 @@ def zero_grad(self:Optimizer):
     for p in there: p.grad,p._cleared = None,True
     if not theirs(Optimizer, 'zero_grad'): self._under_zero_grad()
 
-@patch
-def _backward(self:Learner):
-    self._under__backward()
-    if not isinstance(self.opt, Optimizer): return
-    with torch._C.DisableTorchFunction(): note_filled(p for pg in self.opt.param_lists for p in pg)
-
 def restore_cleared(
     params, # Parameters
 ):
@@ -88,6 +82,13 @@ def step(self:Optimizer, closure=None):
     cbs,self.cbs = self.cbs,self.cbs.map(_xla_cb)
     try: self._under_step()
     finally: self.cbs = cbs
+
+# %% ../../nbs/api/04c_compat.optimizer.ipynb #c87bc40e
+@patch
+def _backward(self:Learner):
+    self._under__backward()
+    if not isinstance(self.opt, Optimizer): return
+    with torch._C.DisableTorchFunction(): note_filled(p for pg in self.opt.param_lists for p in pg)
 
 # %% ../../nbs/api/04c_compat.optimizer.ipynb #786decc8
 _made_by = {average_grad: 'grad_avg', average_sqr_grad: 'sqr_avg'}
