@@ -1,6 +1,8 @@
 "Code that no log can answer for: the step is retraced, says why, and has the numbers of the CPU"
 import threading
+from collections import OrderedDict
 from torch.utils._python_dispatch import TorchDispatchMode
+from torchvision.ops import FeaturePyramidNetwork
 from torch.utils.flop_counter import FlopCounterMode
 from fastai_xla.capture.patches import looked_at
 from test_log import *
@@ -127,6 +129,19 @@ def another_learner_predicts(): return another(False, lambda l: l.get_preds(dl=l
 @story('another learner')
 def another_learner_on_xla_validates(): return another(True, lambda l: l.validate()[0])
 
+class Maps(OrderedDict): pass
+
+@story('holds tensors')
+def a_dict_of_the_users_own_for_a_module_of_a_library():
+    class Pyramid(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.f,self.b,self.maps = FeaturePyramidNetwork([6], 4),nn.Linear(4, 1),Maps()
+        def forward(self, x):
+            self.maps['a'] = x[:,:,None,None]
+            return self.b(self.f(self.maps)['a'].mean((2, 3)))
+    return dict(model=Pyramid)
+
 class Counting(TorchDispatchMode):
     n = 0
     def __torch_dispatch__(self, f, types, args=(), kwargs=None):
@@ -220,6 +235,13 @@ def a_part_of_a_sequence_of_layers():
     return dict(model=lambda: Net(lambda m, x: m.b(m.more[:2](x)), more=nn.Sequential(nn.ReLU(), nn.Linear(16, 16), nn.ReLU())))
 
 @follows
+def rows_of_a_list():
+    def after_pred(cb):
+        i = random.sample(range(16), 4)
+        if cb.training: cb.learn.pred,cb.learn.yb = cb.pred[i],(cb.y[i],)
+    return hooked(after_pred=after_pred)
+
+@follows
 def a_compiled_loss():
     loss = torch.compile(lambda p, y: (p-y).abs().mean() + F.mse_loss(p, y), backend='eager')
     def after_pred(cb): cb.learn.pred = cb.pred*(1+cb.train_iter/100)
@@ -234,7 +256,7 @@ def test_a_mode_around_a_fit_sees_each_operator():
         assert ns[0] == ns[1] > 0 and learn.xla_opt.replay.plain[looked_at] == 12
 
 @pytest.mark.parametrize('name,traced', [('what_is_asked_twice_is_the_same', 2), ('a_mean_of_what_the_last_step_has_left', 2),
-                                         ('a_part_of_a_sequence_of_layers', 1), ('a_function_that_branches_on_a_float', 10), ('a_margin_that_grows', 1),
+                                         ('a_part_of_a_sequence_of_layers', 1), ('rows_of_a_list', 1), ('a_function_that_branches_on_a_float', 10), ('a_margin_that_grows', 1),
                                          ('most_batches_are_passed_over', 1), ('a_penalty_at_times', 3)])
 def test_replayed(name, traced):
     learn = agree(followed[name], branches=None, tol=1e-6)

@@ -22,6 +22,7 @@ from fastcore.all import *
 from ..runtime import *
 from ..graphs import *
 from .known import *
+from .known import holds_tensors
 from .values import *
 from .calls import *
 
@@ -171,7 +172,7 @@ def _skeleton(self:Arguments, args):
             out.append(plain_key(a))
             if callable(a) and not isinstance(a, (nn.Module, type)) and not is_known(a):
                 self.refuse(f"a function of a library calls one of yours at {user_line()}")
-            if type(out[-1]) is Same and any(isinstance(v, T) for v in getattr(a, '__dict__', {}).values()):
+            if type(out[-1]) is Same and holds_tensors(a):
                 self.refuse(f"a {t.__name__} that holds tensors is an argument of a library's module at {user_line()}")
     return out
 

@@ -137,3 +137,30 @@ def node_of(
 ) -> Node:
     "The call that has given result `i`"
     return next(n for n in reversed(log_path) if n.news and n.base <= i)
+
+# %% ../../nbs/api/05k_capture.calls.ipynb #6cf0fea2
+def mask_of(
+    t, # Tensor, of whose elements some are set
+    i, # Which
+    value, # To what
+):
+    "A mask of the host, where elements of `t` get a number: other elements each time, and the same shapes"
+    i = from_array(i)
+    if not isinstance(i, T) or i.dtype != torch.bool or is_xla(i) or type(value) not in (int, float): return
+    return i.reshape(*i.shape, *[1]*(t.dim()-i.dim())) if i.shape == t.shape[:i.dim()] else None
+
+indexing = {T.__getitem__, T.__setitem__}
+def from_array(a):
+    "An array of numpy as a tensor"
+    return torch.from_numpy(a) if isinstance(a, np.ndarray) and a.dtype.kind in 'biuf' else a
+def from_lists(
+    i, # Index, or a tuple of them
+):
+    "The same with tensors in the place of arrays, and of lists of ints"
+    if type(i) is tuple: return tuple(map(from_lists, i))
+    return torch.tensor(i) if type(i) is list and i and all(type(o) is int for o in i) else from_array(i)
+
+def deep_copy(t):
+    "As `copy.deepcopy` copies a tensor"
+    r = t.detach().clone()
+    return r.requires_grad_() if t.requires_grad else r

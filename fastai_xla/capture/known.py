@@ -9,6 +9,7 @@ __all__ = ['is_library_name', 'is_known', 'KnownModule', 'KnownModules']
 
 # %% ../../nbs/api/05j_capture.known.ipynb #4c943341
 import random, weakref
+from collections.abc import Mapping
 from contextlib import contextmanager
 from functools import partial
 from operator import itemgetter
@@ -37,6 +38,14 @@ def is_known(
     if isinstance(o, (list, tuple, set, dict, L)): return all(map(is_known, o.values() if isinstance(o, dict) else o))
     if not isinstance(o, (type, FunctionType, BuiltinFunctionType)): o = type(o)
     return is_library_name(getattr(o, '__module__', None) or 'builtins')
+
+# %% ../../nbs/api/05j_capture.known.ipynb #3cdb6002
+def holds_tensors(
+    a, # Any object
+) -> bool:
+    "Are there tensors among its attributes and items?"
+    vs = [*getattr(a, '__dict__', {}).values(), *(a.values() if isinstance(a, Mapping) else a if isinstance(a, (list, tuple, set)) else ())]
+    return any(isinstance(v, torch.Tensor) or isinstance(v, (list, tuple, dict, Mapping)) and holds_tensors(v) for v in vs)
 
 # %% ../../nbs/api/05j_capture.known.ipynb #cd8d53ca
 _plain = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size)

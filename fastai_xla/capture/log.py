@@ -20,6 +20,7 @@ from ..runtime import *
 from ..graphs import *
 from .known import *
 from .calls import *
+from .calls import deep_copy, from_array, from_lists, indexing, mask_of
 from .arguments import *
 
 # %% ../../nbs/api/05l_capture.log.ipynb #c8dd60fd
@@ -91,35 +92,22 @@ def _special(self:Log, f, args, kwargs):
         return f(*self._real(args), **self._real(kwargs))
     if f is T.__iter__: return iter(self.call(torch.unbind, (args[0], 0), {}))
     if f is T.__deepcopy__ and is_on_xla(args[0]):
-        r = args[1][id(args[0])] = self.call(_deep_copy, (args[0],), {})
+        r = args[1][id(args[0])] = self.call(deep_copy, (args[0],), {})
         return r
     if f in makers and is_xla(torch.device(kwargs.get('device') or 'cpu')) and not any(map(is_on_xla, pytree.tree_leaves(args))):
         kwargs = dict(kwargs)
         to = kwargs.pop('device')
         return self.call(T.to, (f(*args, **kwargs), to), {})
-    if f is T.__setitem__ and is_on_xla(args[0]) and (mask := _mask(*args)) is not None:
+    if f is T.__setitem__ and is_on_xla(args[0]) and (mask := mask_of(*args)) is not None:
         self.call(T.masked_fill_, (args[0], self.call(T.to, (mask, args[0].device), {}), args[2]), {})
         return
-    if f in _indexing: args = pytree.tree_map(_from_array, args)
+    if f in indexing: args = (args[0], from_lists(args[1]), *args[2:])
     if f is T.new_tensor and isinstance(args[1], np.ndarray) and not kwargs:
-        return self.call(T.to, (_from_array(args[1]).to(args[0].dtype), args[0].device), {})
+        return self.call(T.to, (from_array(args[1]).to(args[0].dtype), args[0].device), {})
     return self.call(f, args, kwargs)
 
 _ops = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
 _namespaces = set('aten prims prim xla torchvision quantized profiler'.split())
-
-def _mask(t, i, value):
-    "A mask of the host, where elements of `t` get a number: other elements each time, and the same shapes"
-    i = _from_array(i)
-    if not isinstance(i, T) or i.dtype != torch.bool or is_xla(i) or type(value) not in (int, float): return
-    return i.reshape(*i.shape, *[1]*(t.dim()-i.dim())) if i.shape == t.shape[:i.dim()] else None
-
-_indexing = {T.__getitem__, T.__setitem__}
-def _from_array(a): return torch.from_numpy(a) if isinstance(a, np.ndarray) and a.dtype.kind in 'biuf' else a
-
-def _deep_copy(t):
-    r = t.detach().clone()
-    return r.requires_grad_() if t.requires_grad else r
 
 # %% ../../nbs/api/05l_capture.log.ipynb #7d2f724b
 @patch
