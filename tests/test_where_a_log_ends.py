@@ -256,7 +256,8 @@ def test_a_mode_around_a_fit_sees_each_operator():
         assert ns[0] == ns[1] > 0 and learn.xla_opt.replay.plain[looked_at] == 12
 
 n_traced = dict(a_function_that_branches_on_a_float=10, a_margin_that_grows=1, most_batches_are_passed_over=1, a_penalty_at_times=3,
-                what_is_asked_twice_is_the_same=2, a_mean_of_what_the_last_step_has_left=2, a_part_of_a_sequence_of_layers=1, rows_of_a_list=1)
+                what_is_asked_twice_is_the_same=2, a_mean_of_what_the_last_step_has_left=2,
+                a_part_of_a_sequence_of_layers=1, rows_of_a_list=1)
 
 @pytest.mark.parametrize('name,traced', n_traced.items())
 def test_replayed(name, traced):
