@@ -244,7 +244,6 @@ def _stale(learn, why, n):
 @patch
 def _refuse(self:Recordings, e):
     """Write down why, and leave all as a plain step expects it
-
     The first batch of a fit may set up what later ones find, so there is a second try"""
     text = str(e) if isinstance(e, Refused) else f"{type(e).__name__} while the step was traced: {e}"
     found = self.by_log and self.by_log.found.get(self.learn.training)   # which names a line

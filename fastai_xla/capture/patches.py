@@ -221,7 +221,7 @@ def watch_calls():
 @functools.cache
 def _unseen_by_dynamo():
     "A function that is compiled by `torch.compile` is called as it is; dynamo would trace the log"
-    Log.__torch_function__ = torch.compiler.disable(Log.__torch_function__)
+    torch._dynamo.trace_rules.add('fastai_xla')
 
 looked_at = 'a `TorchDispatchMode` is on, which has to see each operator'
 def watched() -> bool:
