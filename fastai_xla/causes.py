@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from fastcore.all import *
 
 from .runtime import *
+from .runtime import file_name
 from .graphs import *
 
 # %% ../nbs/api/02a_causes.ipynb #f8513136
@@ -39,7 +40,7 @@ def _place(at):
     code,line = at
     file = code.co_filename
     if _whose(file) == 'library': name = '/'.join(file.split(os.sep)[-3 if file.split(os.sep)[-2] not in ('fastai', 'fastai_xla') else -2:])
-    else: name = 'cell' if file.startswith('<ipython') or 'ipykernel' in file else os.path.basename(file)
+    else: name = file_name(file)
     src = linecache.getline(file, line).strip()
     return f"{name}, line {line}, in {code.co_name}" + (f": {src}" if src else '')
 

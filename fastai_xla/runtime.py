@@ -252,6 +252,13 @@ def note_filled(
     for p in params:
         if hasattr(p, '_cleared'): p._cleared = is_cleared(p) if p.grad is None else None
 
+# %% ../nbs/api/00_runtime.ipynb #4e1f7a36
+def file_name(
+    path:str, # Of a code object
+) -> str: # `cell` for one of a notebook
+    "What a reader calls the file"
+    return 'cell' if path.startswith('<ipython') or 'ipykernel' in path else os.path.basename(path)
+
 # %% ../nbs/api/00_runtime.ipynb #4e1f7a22
 class _Taken:
     "The graphs that have one hash"

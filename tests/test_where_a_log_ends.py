@@ -257,16 +257,12 @@ def test_a_mode_around_a_fit_sees_each_operator():
 
 n_traced = dict(a_function_that_branches_on_a_float=10, a_margin_that_grows=1, most_batches_are_passed_over=1, a_penalty_at_times=3,
                 what_is_asked_twice_is_the_same=2, a_mean_of_what_the_last_step_has_left=2,
-                a_part_of_a_sequence_of_layers=1, rows_of_a_list=1)
+                a_part_of_a_sequence_of_layers=1, rows_of_a_list=1, a_compiled_loss=1)
 
 @pytest.mark.parametrize('name,traced', n_traced.items())
 def test_replayed(name, traced):
     learn = agree(followed[name], branches=None, tol=1e-6)
     assert counts(learn)[True]['traced'] == traced and not counts(learn)[True]['refused']
-
-def test_compiled_by_torch():
-    learn = agree(followed['a_compiled_loss'], branches=None, tol=1e-6)   # once for dynamo
-    assert counts(learn)[True]['replayed'] >= 27
 
 def test_one_reason_for_a_number_that_changes():
     def after_pred(cb): cb.learn.pred = torch.nn.functional.dropout(cb.pred, .01*cb.train_iter, cb.training)

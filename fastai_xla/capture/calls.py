@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from fastcore.all import *
 
 from ..runtime import *
-from ..runtime import met
+from ..runtime import file_name, met
 from .known import *
 
 # %% ../../nbs/api/05k_capture.calls.ipynb #8bb723a4
@@ -74,7 +74,7 @@ def user_line() -> str: # File and line
     "Where the user's code has made the call that is running"
     f = sys._getframe(1)
     while f and is_library_name(f.f_globals.get('__name__', '')): f = f.f_back
-    return f'{f.f_code.co_filename.rpartition("/")[2]}, line {f.f_lineno}' if f else 'a place unknown'
+    return f'{file_name(f.f_code.co_filename)}, line {f.f_lineno}' if f else 'a place unknown'
 
 # %% ../../nbs/api/05k_capture.calls.ipynb #d8a7997e
 def context_now() -> tuple:
@@ -99,10 +99,11 @@ def in_context(
 class Node:
     "One call of a log, and those that have come after it"
     __slots__ = '''f key args base news olds consts spec kinds single flat kids held line at names vals bad turned counts
-        program end changed depth wrapper ints floats spare keys wants'''.split()
+        program end changed depth filled wrapper ints floats spare keys wants'''.split()
     def __init__(self):
         self.f = self.held = self.program = self.single = None
-        self.kids,self.changed,self.turned,self.counts,self.bad,self.end,self.base,self.news,self.depth = [],[],[],[],(),False,0,0,0
+        self.kids,self.changed,self.turned,self.counts = [],[],[],[]
+        self.filled,self.bad,self.end,self.base,self.news,self.depth = (),(),False,0,0,0
 
 class Kind:
     "What can be asked of a result without its value"

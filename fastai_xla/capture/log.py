@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from fastcore.all import *
 
 from ..runtime import *
+from ..runtime import note_filled
 from ..graphs import *
 from .known import *
 from .calls import *
@@ -144,7 +145,10 @@ def call(self:Log,
     if saw and (n_reads() != reads or any(isinstance(l, T) and not is_xla(l) for l in leaves)):
         self.refuse(f"{call_name(f)} at {user_line()} reads a value within the step")
         saw = False
-    if saw or there: return self._note(f, args, kwargs, key, n, before, r)
+    if saw or there:
+        r = self._note(f, args, kwargs, key, n, before, r)
+        if getattr(f, '__name__', '') == 'backward': self._note_filled()
+        return r
     self.undo(before)
     return r
 
@@ -215,6 +219,7 @@ def _answer(self:Log, n):
         self.at[id(t)] = n.base
         self.objs.append(t)
         return t
+    for i in n.filled: self.outside[i]._cleared = None
     for o,t in n.turned: self.turned[id(self._object(o))] = t
     if n.olds == _nothing and n.consts == _nothing: return None
     for j,t in enumerate(n.held): self.at[id(t)] = n.base+j
@@ -262,6 +267,11 @@ def _note(self:Log, f, args, kwargs, key, n, before, r):
 def _class_of(self:Log, a):
     if type(a) not in (T, P) and not is_known(type(a).__torch_function__.__func__):
         self.refuse(f"torch calls run code of {type(a).__name__} at {user_line()}")
+
+@patch
+def _note_filled(self:Log):
+    note_filled(self.outside)
+    self.cur.filled = tuple(i for i,t in enumerate(self.outside) if t.__dict__.get('_cleared', 0) is None)
 
 @patch
 def _as_given(self:Log, l):

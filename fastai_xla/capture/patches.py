@@ -11,7 +11,7 @@ __all__ = ['looked_at', 'active', 'log_call', 'give_up', 'set_aside', 'partial_a
 # %% ../../nbs/api/05m_capture.patches.ipynb #a16c218b
 import dis, functools, sys, threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 
 import numpy as np
@@ -33,7 +33,7 @@ _active = []
 
 def active() -> Log|None:
     "The log at work in this thread"
-    if not _active or torch.compiler.is_dynamo_compiling() or _active[-1].busy or _active[-1].thread != threading.get_ident(): return None
+    if not _active or _active[-1].busy or _active[-1].thread != threading.get_ident(): return None
     return _active[-1]
 
 @contextmanager
@@ -218,11 +218,6 @@ def watch_calls():
         setattr(cls, name, _not_replayed(getattr(cls, name), 'hands work to another thread'))
     TorchDispatchMode.__enter__ = _not_replayed(TorchDispatchMode.__enter__, 'looks at each operator', but=_is_ours)
 
-@functools.cache
-def _unseen_by_dynamo():
-    "A function that is compiled by `torch.compile` is called as it is; dynamo would trace the log"
-    torch._dynamo.trace_rules.add('fastai_xla')
-
 looked_at = 'a `TorchDispatchMode` is on, which has to see each operator'
 def watched() -> bool:
     "Does a `TorchDispatchMode` of the user's see each operator?"
@@ -234,8 +229,9 @@ def logging(
 ):
     "Within the block torch calls of this thread are the log's"
     watch_calls()
-    if 'torch._dynamo' in sys.modules: _unseen_by_dynamo()
+    # what `torch.compile` has compiled is called as it was written: dynamo would trace the log
+    as_written = torch.compiler.set_stance('force_eager') if 'torch._dynamo' in sys.modules else nullcontext()
     _active.append(log)
     try:
-        with log: yield
+        with as_written, log: yield
     finally: _active.pop()
