@@ -243,8 +243,7 @@ def _stale(learn, why, n):
 # %% ../nbs/api/06ab_recordings.ipynb #0ed876a9
 @patch
 def _refuse(self:Recordings, e):
-    """Write down why, and leave all as a plain step expects it
-    The first batch of a fit may set up what later ones find, so there is a second try"""
+    "Write down why, and leave all as a plain step expects it; there is a second try, as the first batch may set up what later ones find"
     text = str(e) if isinstance(e, Refused) else f"{type(e).__name__} while the step was traced: {e}"
     found = self.by_log and self.by_log.found.get(self.learn.training)   # which names a line
     why = self.reason = found or self.texts.setdefault(getattr(e, 'why', text), text)

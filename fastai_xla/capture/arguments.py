@@ -147,7 +147,6 @@ def _from_outside(self:Arguments, a):
     alone = a.is_leaf and not hooked and (not parted or self.cuts)
     return Outside(i, type(a), a.shape, a.dtype, a.requires_grad, a.is_leaf and a.grad is None, alone)
 
-
 # %% ../../nbs/api/05ka_capture.arguments.ipynb #04aaf213
 @patch
 def _skeleton(self:Arguments, args):
@@ -239,7 +238,6 @@ def wants(
     items = skeleton[:len(args)] + (skeleton[len(args)+1] if kwargs else [])
     return tuple(map(_want, (*args, *kwargs.values()), items))
 
-
 # %% ../../nbs/api/05ka_capture.arguments.ipynb #81c3d4f0
 @patch
 def is_wanted(self:Arguments,
@@ -275,7 +273,6 @@ def _is_outside(self:Arguments, a, v):
     self.at[id(a)] = i
     self.outside.append(a)
     return True
-
 
 # %% ../../nbs/api/05ka_capture.arguments.ipynb #ed1151a8
 @patch

@@ -58,7 +58,6 @@ def n_reads() -> int:
     "How often values have been read from the device in this process, as far as torch_xla counts it"
     return n_executions() + (met.metric_data('TransferFromDeviceTime') or (0,))[0]
 
-
 # %% ../../nbs/api/05k_capture.calls.ipynb #015b06e0
 def call_name(
     f, # Function, method, or a module

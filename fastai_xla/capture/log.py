@@ -73,14 +73,12 @@ def __torch_function__(self:Log, f, types, args=(), kwargs=None):
     if is_question(f): return self._question(f, args, kwargs)
     return self._special(f, args, kwargs or {})
 
-
 # %% ../../nbs/api/05l_capture.log.ipynb #87dd1c88
 @patch
 def _question(self:Log, f, args, kwargs):
     if (self.asked or self.turned) and f is not torch._C._set_grad_enabled:
         args = tuple(self.turned.get(id(a), self.asked.get(id(a), a)) if isinstance(a, T) else a for a in args)
     return f(*args, **(kwargs or {}))
-
 
 # %% ../../nbs/api/05l_capture.log.ipynb #228a7f76
 @patch
@@ -127,13 +125,7 @@ def call(self:Log,
     if hasattr(f, 'taken'): self.taken[self.cur.depth+1],self.states[self.cur.depth+1] = f.taken(),f.places
     if self.answering:
         if n is not None and n.held is not None: return self._answer(n)
-        if not saw:   # nothing of the device: run it, unless it makes something there
-            r = self._run(f, args, kwargs)
-            if not any(map(is_on_xla, pytree.tree_leaves(r))):
-                self.undo(before)
-                return r
-            self._give_up(f'{call_name(f)} at {user_line()} makes a tensor that was not made before')
-            return self._note(f, args, kwargs, key, n, before, r)
+        if not saw: return self._call_of_the_host(f, args, kwargs, key, n, before)
         self._give_up(self._difference(f, key))
         new = self.outside[before[2]:]   # the first calls of a new path are checked as those of a first step
         if new and any(pending(new)): self.refuse(f"{call_name(f)} at {user_line()} is given a tensor that was made where nobody saw it")
@@ -151,6 +143,17 @@ def call(self:Log,
         return r
     self.undo(before)
     return r
+
+# %% ../../nbs/api/05l_capture.log.ipynb #7d2f7250
+@patch
+def _call_of_the_host(self:Log, f, args, kwargs, key, n, before):
+    "Nothing of the device: run, unless it makes something there"
+    r = self._run(f, args, kwargs)
+    if not any(map(is_on_xla, pytree.tree_leaves(r))):
+        self.undo(before)
+        return r
+    self._give_up(f'{call_name(f)} at {user_line()} makes a tensor that was not made before')
+    return self._note(f, args, kwargs, key, n, before, r)
 
 # %% ../../nbs/api/05l_capture.log.ipynb #6f443bc5
 _sets = {'__setitem__', '__set__', *(n for n in dir(T) if n.startswith('__i') and callable(getattr(T, n)))}
@@ -172,7 +175,6 @@ def _flags(self:Log, f):
     if name not in _sets and (not name.endswith('_') or name.endswith('__')): return []
     with torch._C.DisableTorchFunctionSubclass():
         return [(i, (t.requires_grad, t.is_leaf)) for i,t in (*enumerate(self.objs), *((-1-j, t) for j,t in enumerate(self.outside)))]
-
 
 # %% ../../nbs/api/05l_capture.log.ipynb #bca16eef
 @patch
@@ -263,6 +265,7 @@ def _note(self:Log, f, args, kwargs, key, n, before, r):
     self.path.append(n)
     return r
 
+# %% ../../nbs/api/05l_capture.log.ipynb #503165eb
 @patch
 def _class_of(self:Log, a):
     if type(a) not in (T, P) and not is_known(type(a).__torch_function__.__func__):

@@ -138,7 +138,6 @@ def _looks_outside(cls):
     if is_known(cls): return f'{cls.__name__} runs code of the user in the backward pass'
     return _function_reads(cls.forward) or _function_reads(cls.backward)
 
-
 # %% ../../nbs/api/05m_capture.patches.ipynb #da754734
 _steady = (T, int, float, str, type(None), torch.dtype, torch.device, torch.Size, np.generic)
 
@@ -166,7 +165,6 @@ def partial_apply(cls):
     f.__name__ = 'values' if any(map(_branches, (cls.forward, cls.backward))) else f.name   # another number may be another graph
     return f
 
-
 # %% ../../nbs/api/05m_capture.patches.ipynb #da754735
 _enter_hooks = torch.autograd.graph.saved_tensors_hooks.__enter__
 def _saved_hooks(self):
@@ -182,7 +180,6 @@ def _not_replayed(f, why, but=lambda o: False):
         if _active and active() and not but(self): give_up(f'{user_line()} {why}')
         return f(self, *args, **kwargs)
     return _inner
-
 
 # %% ../../nbs/api/05m_capture.patches.ipynb #da754733
 _scripted,_script_method = torch._C.ScriptFunction.__call__,torch._C.ScriptMethod.__call__

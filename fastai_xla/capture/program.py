@@ -197,7 +197,6 @@ def _find_places(self:Program):
     self.puts = [(d, k, place(v)) for d,k,v in self.replaced]
     self.left = [(j, None if v is None else place(v)) for j,v in self.grads]
 
-
 # %% ../../nbs/api/05n_capture.program.ipynb #ba77c2f9
 @patch
 def run(self:Program,
@@ -221,7 +220,6 @@ def run(self:Program,
         for d,k,v in counts: put_number(d, k, values[v[0]] if type(v) is tuple else v)
     self.runs += 1
     return {o: (pool[r], None if g is None else pool[g]) for o,(r,g) in self.results.items()}
-
 
 # %% ../../nbs/api/05n_capture.program.ipynb #5a0d17a2
 def _expected(p, trace):

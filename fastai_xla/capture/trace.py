@@ -30,10 +30,8 @@ class OptSteps:
     def __init__(self, seed): self.seed,self.done,self.was,self.replaced = seed,[],[],[]
 
     def __call__(self, f, taken, places):
-        was = put_numbers(taken)
-        self.was = was if not self.was else self.was + [o for o in was if all(o[0] is not d or o[1] != k for d,k,_ in self.was)]
-        with with_state(places): self._run(f)
-        put_numbers([(d, k, v) for (d,k,v),(_,_,t) in zip(was, taken) if get_number(d, k) == t])
+        self.was += [(d, k, get_number(d, k)) for d,k,_ in taken if all(d is not d2 or k != k2 for d2,k2,_ in self.was)]
+        run_known(taken, places, lambda: self._run(f))
 
     def _run(self, f):
         numbers,tape = f.numbers(),Tape(self.seed + len(self.done))

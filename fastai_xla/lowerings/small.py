@@ -16,7 +16,6 @@ from fastcore.all import *
 from ..graphs import *
 from .core import *
 
-
 # %% ../../nbs/api/01f_lowerings.small.ipynb #c049bcf0
 def _composite(*ops, probe=None):
     def _inner(f):
