@@ -39,6 +39,7 @@ def block(batch_tfms):
 
 @pytest.mark.filterwarnings('ignore:.cnn_learner. has been renamed')
 def test_several_cores(offline):
+    set_seed(0)   # in 2 of 150 the first batch's loss is so low that fastai takes those after it for a divergence, on the CPU too
     path = untar_data(URLs.MNIST_TINY)
     datablock = block([Normalize.from_stats(*imagenet_stats)])
     datablock.summary(path)
