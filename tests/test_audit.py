@@ -67,3 +67,14 @@ def test_audits_of_a_step_that_does_not_change_cost_nothing_else():
     assert not told and not report.plain
     assert audits == {True: 2+3, False: 1+3}   # at the 2nd and 4th batch of 8, at the 2nd of 4, and where epochs begin
     assert report.per_batch() | {'to device': 0} == {'compiles': 0, 'executions': 1, 'to host': 0, 'to device': 0, 'fallbacks': 0}
+
+@pytest.mark.parametrize('k', (1, 4))
+def test_a_number_that_has_become_a_constant_in_float32_is_no_other_step(k):
+    "The recorder divides its mean of losses by `1-.98**n`: to torch that is 1 from the 824th batch on, and near it several are one number"
+    learn = image_learner(dls=image_dls(n=300*2, bs=2, shuffle=False), metrics=[]).to_xla(steps_per_execution=k)
+    with warnings.catch_warnings(record=True) as told, learn.no_bar(), learn.no_logging():
+        warnings.simplefilter('always')
+        learn.fit(4, 1e-3)
+    report = learn.xla_report()
+    assert not [w for w in told if 'audit' in str(w.message)] and not report.plain
+    assert 1/k <= report.per_batch()['executions'] < 1/k + .01 and len(learn.recorder.losses) == 1200

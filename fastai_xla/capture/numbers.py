@@ -8,27 +8,36 @@ Docs: https://fastai-xla.github.io/fastai_xla/api/capture.numbers.html.md"""
 __all__ = ['Tape', 'Tracked', 'true_value', 'recorded_math']
 
 # %% ../../nbs/api/05a_capture.numbers.ipynb #96e3d50d
-import math, operator, random
+import ctypes, math, operator, random
 from contextlib import contextmanager
 
 from fastcore.all import *
 
 # %% ../../nbs/api/05a_capture.numbers.ipynb #73111fc9
+def _single(v): return ctypes.c_float(v).value
+
 class Tape:
     "Numbers of a step: how each is made from the named ones, and which comparisons were made"
     def __init__(self,
         seed:int=0, # For the values that torch is shown
         others={}, # Key of a number that is shown as it is -> what to add to it, to show another one
+        taken=(), # Floats that no number may be shown as
     ):
         self.ops,self.true,self.shown,self.hidden,self.names,self.memo,self.guards,self.rng = [],[],[],[],{},{},{},random.Random(seed)
-        self._others = others
+        self._others,self._taken,self._there = others,{*map(_single, taken)},{-1., 0., 1.}   # in float32; a graph may have these of its own
 
     def _entry(self, op, args, true, shown, hidden=None):
         i = self.memo.setdefault((op, args), len(self.ops))
         if i == len(self.ops):
             if hidden is None: hidden = any(self.hidden[a[0]] for a in args if type(a) is tuple)
             for l,v in zip((self.ops, self.true, self.shown, self.hidden), ((op, args), true, shown, hidden)): l.append(v)
+            if isinstance(shown, float): self._there.add(_single(shown))
         return _make(self, i)
+
+    def _apart(self, v, *taken):
+        while isinstance(v, float) and math.isfinite(v) and any(_single(v) in o for o in taken):
+            v += self.rng.uniform(.001, .01)*max(1, abs(v))
+        return v
 
     def name(self,
         key, # Anything hashable that says which number this is
@@ -36,20 +45,25 @@ class Tape:
         hide:bool=True, # Show torch another number? One that it may branch on has to be shown as it is
     ): # A number to put in the place of `true`
         "A number that is another input at each step"
-        shown = self.rng.uniform(.05, .95) if hide else true + self._others.get(key, 0)
+        shown = self._apart(self.rng.uniform(.05, .95) if hide else true + self._others.get(key, 0), self._taken)
         res = self._entry(None, key, true, shown, hide)
         self.names[key] = res._i
         return res
 
-    def op(self,
-        f, # Function of numbers
-        *args, # Numbers, tracked or plain
-    ): # A tracked number
-        "Apply `f` to numbers, some of them on this tape"
-        true = f(*map(true_value, args))
-        try: shown = f(*map(_shown, args))
-        except (ArithmeticError, ValueError): shown = None
-        return self._entry(f, _refs(args), true, shown if isinstance(shown, (int, float)) else self.rng.uniform(.05, .95))
+# %% ../../nbs/api/05a_capture.numbers.ipynb #73111fca
+@patch
+def op(self:Tape,
+    f, # Function of numbers
+    *args, # Numbers, tracked or plain
+): # A tracked number
+    "Apply `f` to numbers, some of them on this tape"
+    true,at = f(*map(true_value, args)),(f, _refs(args))
+    if at in self.memo: return _make(self, self.memo[at])
+    try: shown = f(*map(_shown, args))
+    except (ArithmeticError, ValueError): shown = None
+    if not isinstance(shown, (int, float)): shown = self.rng.uniform(.05, .95)
+    apart = self._apart(shown, self._taken, self._there)
+    return self._entry(*at, true, apart, True if apart != shown else None)
 
 # %% ../../nbs/api/05a_capture.numbers.ipynb #3ec5f53f
 @patch

@@ -169,15 +169,16 @@ def audit(self:Recording,
 ):
     "Trace the step without running it; raises where it is not what was recorded"
     found = self._found()
-    try: self._retrace(inputs)
+    fixed = [c.item() for k,c in self.consts.items() if not (c.dim() or self.meanings[k])]
+    try: self._retrace(inputs, taken=fixed)
     finally: self.names,self.meanings,self.doubts = found
 
 @patch
 def _found(self:Recording): return self.names,dict(self.meanings),dict(self.doubts)
 
 @patch
-def _retrace(self:Recording, inputs, others={}):
-    with python_lock: trace = Trace(self.fn, self.places, inputs, self.get_numbers(), seed=3, others=others)
+def _retrace(self:Recording, inputs, others={}, taken=()):
+    with python_lock: trace = Trace(self.fn, self.places, inputs, self.get_numbers(), seed=3, others=others, taken=taken)
     self.tape.true = trace.tape.true
     self._compare(trace)
 

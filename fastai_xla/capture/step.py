@@ -39,10 +39,11 @@ class Trace:
         seed:int, # For the numbers that torch is shown
         then=noop, # Called with the trace while its graph is there
         others={}, # As for `Tape`
+        taken=(), # As for `Tape`
         search=False, # Look for tensors that the step changes and that are in none of the places?
     ):
         settle_tensors()
-        self.inputs,self.tape,rng,before = inputs,Tape(seed, others),rng_state(),places()
+        self.inputs,self.tape,rng,before = inputs,Tape(seed, others, taken),rng_state(),places()
         manual_seed(rng)   # where numbers have been drawn already, the next ones begin a graph of their own
         self.memory,self.given,c0,self.seeds = Memory(before, inputs, search),buffers(inputs),xla_counts(),[rng]
         self.draws = Draws()
