@@ -52,6 +52,7 @@ def _compile(self:Recording, first, trace):
     for n in 'tape hash sources names ids buffers consts meanings updated replaced outs counts grads reads n_draws'.split():
         setattr(self, n, getattr(trace, n))
     self.drawn = trace.draws.fs
+    self.unlike = [c.item() for k,c in self.consts.items() if c.is_floating_point() and not (c.dim() or self.meanings[k])]   # no numbers then
     self._compare(first)
     self.reads.find_variables()
     known = known_constants()
@@ -169,8 +170,7 @@ def audit(self:Recording,
 ):
     "Trace the step without running it; raises where it is not what was recorded"
     found = self._found()
-    fixed = [c.item() for k,c in self.consts.items() if not (c.dim() or self.meanings[k])]
-    try: self._retrace(inputs, taken=fixed)
+    try: self._retrace(inputs, taken=self.unlike)
     finally: self.names,self.meanings,self.doubts = found
 
 @patch
