@@ -50,6 +50,7 @@ class Recordings(LearnerStep):
         self.anew,self.set,self.names = Counter(),{},'something'   # kind of batch -> times; the last settings; which of them have changed
         self.passes,self.audits,self.auditing = 0,Counter(),False   # over a dataloader, in fits; training? -> audits of this fit
         self.tracing = False   # was this batch traced?
+        self.regraded = False   # did gradients come or go in the last batch, as where they accumulate?
 
 # %% ../nbs/api/06ab_recordings.ipynb #06ab0003
 @patch
@@ -116,8 +117,8 @@ def _alive(self:Recordings):
 def _find(self:Recordings, inputs, spec):
     "The recordings of this kind of batch, or why there are none"
     # nothing but the batch can be another
-    self.same = bool(self.quiet and self.learn.iter and self.key is not None
-                     and not self.others and self._batch_key(inputs, spec) == self.batch_key)
+    same = bool(self.quiet and self.learn.iter and self.key is not None and not (self.regraded or self.others))
+    self.same,self.regraded = same and self._batch_key(inputs, spec) == self.batch_key,True   # unless the step is replayed
     if self.same: return self.kind
     self._look()
     try: key = self._key(inputs, spec)

@@ -76,7 +76,9 @@ def names_of(
 @patch
 def after_step(self:Replay):
     "Note that callbacks have left something to compute after a replayed step"
-    self.beside[f"what {names_of(self.acting('a user callback', _is_user_callback))} computes around the step"] += 1
+    names = names_of(self.acting('a user callback', _is_user_callback))
+    what = f"what {names} computes around the step" if names else f"the metrics {', '.join(m.name for m in self.others)}, computed after the step"
+    self.beside[what] += 1
 
 @patch
 def _before_step(self:Replay):
@@ -160,7 +162,7 @@ def _run(self:Replay, rec, inputs):
     learn = self.learn
     rng = rng_state()
     done = rec.run(inputs, self.same)
-    learn.xla_opt.ran = True
+    learn.xla_opt.ran,self.regraded = True,rec.regrades
     if rec.settled: self.beside["what has changed the model or its optimizer since the step before"] += 1
     self.tell_others(self.others)
     if getattr(learn, 'recorder', None) and not keeps_metrics(learn.recorder):

@@ -49,7 +49,7 @@ class Recording:
 # %% ../../nbs/api/05h_capture.recording.ipynb #624bd603
 @patch
 def _compile(self:Recording, first, trace):
-    for n in 'tape hash sources names ids buffers consts meanings updated replaced outs counts grads reads n_draws'.split():
+    for n in 'tape hash sources names ids buffers consts meanings updated replaced outs counts grads regrades reads n_draws'.split():
         setattr(self, n, getattr(trace, n))
     self.drawn = trace.draws.fs
     self.unlike = [c.item() for k,c in self.consts.items() if c.is_floating_point() and not (c.dim() or self.meanings[k])]   # no numbers then

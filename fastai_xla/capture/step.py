@@ -127,7 +127,9 @@ def _changed(self:Trace, before, after, numbers):
     replaced += [(path, d, k) for d,k,v,(leaves,_),path in before.trees if self._tree_changed(d[k], leaves, path)]
     replaced += [(path, d, k) for path,d,k,_ in others]
     self.replaced = [(d, k, d[k]) for path,d,k in sorted(replaced, key=lambda o: o[0])]
-    self.grads = [(p, p.grad) for p,g in zip(self.memory.params, self.memory.grads) if p.grad is not g]
+    grads = [(p, p.grad, g) for p,g in zip(self.memory.params, self.memory.grads) if p.grad is not g]
+    self.grads = [(p, now) for p,now,_ in grads]
+    self.regrades = any(now is None or was is None for _,now,was in grads)   # some come or go
 
 # %% ../../nbs/api/05g_capture.step.ipynb #e7c8e679
 @patch

@@ -8,7 +8,6 @@ Docs: https://fastai-xla.github.io/fastai_xla/api/compat.tracker.html.md"""
 __all__ = []
 
 # %% ../../nbs/api/04e_compat.tracker.ipynb #36b99ca7
-import torch
 from fastcore.all import *
 from fastai.callback.core import CancelFitException
 from fastai.callback.tracker import TerminateOnNaNCallback
@@ -19,18 +18,21 @@ from ..patching import patch
 
 # %% ../../nbs/api/04e_compat.tracker.ipynb #039f6e2e
 def _begin(cb):
-    cb._look,cb._n_good,cb._going,cb._seen = Look(),None,None,0
+    cb._look,cb._losses,cb._n_good = Look(),[],0   # of the batches since the last look; how many came before them
     cb._start = len(getattr(cb.learn.recorder, 'losses', ())) if hasattr(cb.learn, 'recorder') else 0
 
-def _stop_if_fewer(cb, n_good):
-    "Stop the fit if fewer than the batches seen in this epoch were good; the recorder then ends with the good ones"
-    if n_good >= cb._seen: return
-    rec = getattr(cb.learn, 'recorder', None)
-    if rec is not None and cb.training: rec.losses,rec.lrs = rec.losses[:cb._start+n_good],rec.lrs[:cb._start+n_good]
+def _look_at(cb, n, read):
+    "Stop the fit if one of the first `n` losses is not finite; the recorder then ends with those before it"
+    losses,cb._losses = read(cb._losses[:n]),cb._losses[n:]
+    good = next((i for i,l in enumerate(losses) if not l.isfinite().all()), len(losses))
+    cb._n_good += good
+    if good == len(losses): return
+    rec,end = getattr(cb.learn, 'recorder', None),cb._start + cb._n_good
+    if rec is not None and cb.training: rec.losses,rec.lrs = rec.losses[:end],rec.lrs[:end]
     raise CancelFitException
 
 def _end(cb):
-    if cb.__dict__.get('_n_good') is not None: _stop_if_fewer(cb, int(fetch(cb._n_good)))
+    if cb.__dict__.get('_losses'): _look_at(cb, len(cb._losses), fetch)
 
 # %% ../../nbs/api/04e_compat.tracker.ipynb #039f6e2f
 @patch
@@ -57,8 +59,5 @@ def after_validate(self:TerminateOnNaNCallback):
 def after_batch(self:TerminateOnNaNCallback):
     "Test if `last_loss` is NaN and interrupts training."
     if not is_xla(self.loss): return self._under_after_batch()
-    if self._n_good is None: self._n_good,self._going = send([torch.tensor(0), torch.tensor(True)], self.loss.device)
-    self._going = self._going & torch.isfinite(self.loss.detach()).all()
-    self._n_good = self._n_good + self._going
-    if (n := self._look(self._n_good)) is not None: _stop_if_fewer(self, int(n))
-    self._seen += 1
+    self._losses.append(self.loss.detach())
+    if self._look.due(): _look_at(self, len(self._losses)-1, self._look.fetch)   # this batch's may not be computed yet
