@@ -131,7 +131,8 @@ def before_batch(self:XLAOptCallback):
 @patch
 def after_batch(self:XLAOptCallback):
     learn,replay = self.learn,self.replay
-    self.settle(replay is None or replay.user_callbacks() or bool(replay.others))
+    others = getattr(getattr(learn, 'replayed', None), 'others', ())   # metrics that are computed after the step
+    self.settle(replay is None or replay.user_callbacks() or bool(others))
     if self.fitting:
         self.log.batch('training' if learn.training else 'validation',
                        f'epoch {learn.epoch}, batch {learn.iter}', bool(replay and replay.tracing))
