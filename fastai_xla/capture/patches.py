@@ -72,7 +72,7 @@ def set_aside(
     "Within the block no log is at work"
     log = active() if _active else None
     if log is None: return (yield)
-    give_up(f'{why}, at {user_line()}')
+    give_up(f'{why}, at {user_line()}; `after_batch` is outside of it')
     log.busy += 1
     try: yield
     finally: log.busy -= 1
@@ -201,6 +201,8 @@ def _call_script_method(self, *args, **kwargs):   # it reads weights that nobody
     return _script_method(self, *args, **kwargs)
 
 # %% ../../nbs/api/05m_capture.patches.ipynb #971b6a82
+_thread = 'hands work to another thread; where the step does not need its result, `after_batch` is outside of the step'
+
 def watch_calls():
     "Let calls that are no torch functions pass through a log that is at work, from now on"
     if nn.Module.__call__ is _call_module: return
@@ -212,7 +214,7 @@ def watch_calls():
     before_fetch.append(_as_they_are)
     for cls in (threading.Thread, ThreadPoolExecutor):
         name = 'start' if cls is threading.Thread else 'submit'
-        setattr(cls, name, _not_replayed(getattr(cls, name), 'hands work to another thread'))
+        setattr(cls, name, _not_replayed(getattr(cls, name), _thread))
     TorchDispatchMode.__enter__ = _not_replayed(TorchDispatchMode.__enter__, 'looks at each operator', but=_is_ours)
 
 looked_at = 'a `TorchDispatchMode` is on, which has to see each operator'
