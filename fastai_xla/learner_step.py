@@ -29,7 +29,7 @@ from .runtime import *
 from .graphs import *
 from .compat.core import kept_on_device
 from .compat.learner import keeps_metrics
-from .compat.metrics import on_host
+from .compat.metrics import *
 from .compat.mixup import mixes
 from .capture.state import *
 from .capture.values import *
@@ -118,15 +118,15 @@ def optimizers(self:LearnerStep) -> list: # The learner's optimizer and those in
 
 @patch
 def _metrics(self:LearnerStep):
-    "The recorder's metrics: those that are sums, and others"
+    "The recorder's metrics: those that are sums, those that keep what a batch gives, and others"
     rec = getattr(self.learn, 'recorder', None)
     runs = rec is not None and rec.run and (rec.run_train if self.learn.training else rec.run_valid)   # or is it off, for this batch?
-    if not runs or rec not in self.learn.cbs or not len(self.learn.yb): return [],[]
+    if not runs or rec not in self.learn.cbs or not len(self.learn.yb): return [],[],[]
     mets = (rec._train_mets if self.learn.training else rec._valid_mets) if keeps_metrics(rec) else []
-    # ahead of the recorder, which then does not hear of the batch
-    late = self.late or any(cb.order < rec.order for cb in self.acting('cuts a batch short', _cuts))
+    late = self.late or any(cb.order < rec.order for cb in self.acting('cuts a batch short', _cuts))   # unheard by the recorder
     sums = [m for m in mets if any(type(m).accumulate is c.accumulate for c in _sums) and m not in on_host and not late]
-    return sums,[m for m in mets if m not in sums]
+    lists = [m for m in mets if lists_of(m) and not late]
+    return sums,lists,[m for m in mets if m not in sums+lists]
 
 # %% ../nbs/api/06aa_learner_step.ipynb #9d55a83f
 def hypers_of(
@@ -193,7 +193,7 @@ def _look(self:LearnerStep, again=False):
     self.actors = self.acting('in the step', lambda cb: _acts(cb, in_step) or mixes(cb))
     for cb in self.actors:   # attributes that come with the first batch would make of the second another kind
         if mixes(cb) and learn.training and not hasattr(cb, 'lam') and len(learn.yb): cb.lam,cb.yb1 = learn.yb[0],tuple(learn.yb)
-    self.mets,self.others = self._metrics()
+    self.mets,self.keeping,self.others = self._metrics()
     own = {id(o) for o in (*self.optimizers(), *self.mets)}
     held = [o for h in (*self.actors, *self.optimizers()) for o in held_state(h)]
     held += [o for h in held if not isinstance(h, Metric) for o in held_state(h)]   # an optimizer in another one
@@ -222,8 +222,7 @@ def more_optimizers(self:LearnerStep):
     "Those that callbacks within the step, or the learner's optimizer, keep beside it"
     return list({id(o): o for o in map(innermost, self.stateful) if not isinstance(o, Metric)}.values())
 
-# a bound method is another object each time
-def _ident(o): return (id(o.__self__), id(o.__func__)) if isinstance(o, MethodType) else id(o)
+def _ident(o): return (id(o.__self__), id(o.__func__)) if isinstance(o, MethodType) else id(o)   # a bound method is another one each time
 
 # %% ../nbs/api/06aa_learner_step.ipynb #0b3ec14f
 @patch
@@ -282,10 +281,11 @@ def _step(self:LearnerStep, j):
     try: do_step(learn)
     except _cancels as e: self.end = type(e)
     if self.end and len(self.raws or ()) > 1: raise Refused("a callback cancels a batch, and several are recorded as one")
+    heard = self.end in (None, CancelBatchException)   # after others the recorder is not asked
     with kept_on_device(learn):
-        # after others the recorder is not asked
-        for m in self.mets if self.end in (None, CancelBatchException) else (): _accumulate(m, learn)
-    res = {k: getattr(learn, k) for k in ('xb', 'yb', 'pred', 'loss')}
+        for m in self.mets if heard else (): _accumulate(m, learn)
+        kept = [batch_of(m, learn) for m in self.keeping if heard]
+    res = {k: getattr(learn, k) for k in ('xb', 'yb', 'pred', 'loss')} | dict(kept=kept)
     if learn.__dict__.get('loss_grad') is not was: res['loss_grad'] = learn.loss_grad
     if learn.training and any(m is rec.smooth_loss for m in self.mets): res['smooth_loss'] = rec.smooth_loss.value
     return res

@@ -107,7 +107,7 @@ def _count_inputs(self:Logged):
 def _step(self:Logged, b):
     "Batch transforms, `before_batch`, the step and the metrics that are sums"
     learn,rec = self.replay.learn,getattr(self.replay.learn, 'recorder', None)
-    self.mets,self.others,self.smooth,cancelled,was = [],[],None,False,getattr(learn, 'loss', None)
+    self.mets,self.keeping,self.others,self.smooth,cancelled,was = [],[],[],None,False,getattr(learn, 'loss', None)
     try:
         if isinstance(b, RawBatch):
             with torch.autocast('xla', enabled=False): b = b.batch()
@@ -119,13 +119,14 @@ def _step(self:Logged, b):
     except CancelBatchException: cancelled = True
     # the recorder counts a batch that was cancelled, as where gradients accumulate
     if cancelled and (getattr(learn, 'loss', None) is was or self.replay.acting('after_cancel_batch')): return True
-    self.mets,self.others = self.replay._metrics()
+    self.mets,self.keeping,self.others = self.replay._metrics()
     for m in self.mets:
         _zeros(m, learn.xla_opt.device)
         # of the loss's class from the first batch on, and no call of the step
         if isinstance(m, AvgSmoothLoss) and type(m.val) is T: m.val = _make_subclass(type(learn.loss), m.val)
     with kept_on_device(learn):
         for m in self.mets: _accumulate(m, learn)
+        for m in self.keeping: m.accumulate(learn)
     if learn.training and any(m is rec.smooth_loss for m in self.mets): self.smooth = rec.smooth_loss.value
     return cancelled
 
@@ -140,7 +141,7 @@ def _finish(self:Logged):
         r.tracing = True
         self._tell(log.refused or log.missed, bool(log.refused))
     log.forget()
-    if not self.mets and not self.others: return
+    if not (self.mets or self.keeping or self.others): return
     r.given = learn.pred,learn.loss,learn.yb
     learn.replayed = SimpleNamespace(others=self.others, smooth_loss=self.smooth, check=r._check_given)
     self.smooth = None

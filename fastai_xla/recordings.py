@@ -27,6 +27,7 @@ from .capture.effects import is_library
 from .capture.recording import *
 from .capture.watch import *
 from .capture.watch import _base_attrs
+from .compat.metrics import settings_of
 from .learner_step import *
 from .helpers import *
 from .learner_step import _hears_all, _ident, _numbers_of
@@ -91,14 +92,13 @@ def _flags(d): return tuple((k, v) for k,v in d.items() if v is None or type(v) 
 
 @patch
 def _key(self:Recordings, inputs, spec):
-    learn,opts,watched = self.learn,self.optimizers(),self._watched()
-    others = self.more_optimizers()
+    learn,opts,others,watched = self.learn,self.optimizers(),self.more_optimizers(),self._watched()
     hypers = [h for o in (*opts[-1:], *others) for h in hypers_of([o])]
     states = [st for o in (*opts[-1:], *others) for st in o.state.values() if isinstance(st, dict)]
     states = tuple((id(st), len(st), *(v for v in st.values() if v is True or v is False)) for st in states)
     return (learn.training, watched, self._batch_key(inputs, spec), _ident(learn.loss_func), *map(_ident, self._tfms()),
             *map(id, (*self.mets, *self.stateful, *hypers)), *((id(o.state), *map(id, getattr(o, 'cbs', ()))) for o in opts),
-            *((id(cb), cb.run, cb.run_train, cb.run_valid) for cb in self.actors),
+            *((id(cb), cb.run, cb.run_train, cb.run_valid) for cb in self.actors), *map(settings_of, self.keeping),
             self.settings.now(), *(_flags(o) for o in hypers), states,
             torch.is_autocast_enabled('xla'), torch.get_autocast_dtype('xla'), torch.is_grad_enabled(), matmul_precision('cpu'))
 

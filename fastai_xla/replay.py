@@ -22,7 +22,7 @@ from .runtime import *
 from .graphs import *
 from .transfer import *
 from .compat.learner import keeps_metrics
-from .compat.metrics import on_host
+from .compat.metrics import *
 from .capture.patches import looked_at, watched
 from .capture.state import *
 from .capture.step import *
@@ -173,6 +173,9 @@ def _run(self:Replay, rec, inputs):
         self.moved,self.ran_at = True,n_moves()
     for m,n in rec.advances: m.advance(n)
     self.leave_autocast()
+    for m,*steps in zip(self.keeping, *(d['kept'] for d in done)):
+        for lists in steps:
+            for n,new in zip(lists_of(m), lists): getattr(m, n).extend(new)
     self.done,self.left = done,rec.left
     self.take(0)
     if rec.end: raise rec.end()

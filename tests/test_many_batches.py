@@ -30,3 +30,36 @@ def test_nothing_gathers_over_an_epoch(what, executions):
     report = learn.xla_report()
     assert report.per_batch()['executions'] == executions and report.per_batch()['compiles'] == 0
     assert all(where.startswith(('training', 'validation')) for where in report.compiled['where'])
+
+class Doubled(nn.Module):
+    def __init__(self, m): super().__init__(); self.m = m
+    def forward(self, x): return self.m(x)*2
+
+def classifier(users):
+    m = nn.Sequential(Flatten(), nn.Linear(64, 2))
+    metrics = [accuracy, F1Score(), RocAucBinary(), MatthewsCorrCoef(), AccumMetric(mse, flatten=False, activation='sigmoid')]
+    metrics[-1].func = lambda p, t: (p[:, 0]-t).abs().mean()
+    return Learner(image_dls(n=6*4, n_valid=9*4-1, bs=4, shuffle=False, classes=2), Doubled(m) if users else m, CrossEntropyLossFlat(), metrics=metrics)
+
+def segmenter(users):
+    x,y = torch.randn(40, 3, 8, 8),torch.randint(0, 3, (40, 8, 8))
+    dls = DataLoaders.from_dsets(list(zip(x[:24], y[:24])), list(zip(x[24:], y[24:])), bs=4, shuffle=False, num_workers=0)
+    m = nn.Conv2d(3, 3, 3, padding=1)
+    return Learner(dls, Doubled(m) if users else m, CrossEntropyLossFlat(axis=1), metrics=[DiceMulti(), JaccardCoeffMulti()])
+
+@pytest.mark.parametrize('users,k', [(False, 1), (False, 3), (True, 1)])
+@pytest.mark.parametrize('make', (classifier, segmenter))
+def test_metrics_that_keep_predictions_or_counts_run_within_the_step(make, users, k):
+    def values(to):
+        set_seed(0)
+        learn = to(make(users))
+        learn.recorder.train_metrics = True
+        with learn.no_bar(), learn.no_logging(): learn.fit(3, 1e-2)
+        return tensor([list(map(float, o)) for o in learn.recorder.values]),learn.xla_report if hasattr(learn, 'xla_opt') else None
+    right,_ = values(noop)
+    now,report = values(lambda l: l.to_xla(steps_per_execution=k))
+    test_close(now, right, 1e-5)
+    assert not report().beside and not report().plain
+    for name in ('training', 'validation'):
+        n = report().totals.loc[name]
+        assert n['executions'] <= n['batches']/k + (2 if k == 1 else 6)
