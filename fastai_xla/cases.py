@@ -196,7 +196,7 @@ def _torch(opt, **kwargs): return partial(OptimWrapper, opt=opt, **kwargs)
 
 # %% ../nbs/api/13b_cases.ipynb #51a1ae64
 groups = {}
-_beside = {'GAN': (1, 0)}
+_beside = {'GAN': (1, 0), 'short_epoch': (1, 1)}   # whose metrics do not hear of a batch that is cut
 
 def _cases(group, *args):
     groups[group] = [Case(*a[:2], beside=_beside.get(a[0], (0, 0)), **(a[2] if len(a) > 2 else {})) for a in args]

@@ -21,7 +21,7 @@ from fastai.callback.fp16 import MixedPrecision
 from fastai.callback.mixup import CutMix, MixUp
 from fastai.callback.progress import ProgressCallback
 from fastai.callback.schedule import ParamScheduler
-from fastai.learner import Learner, Metric, AvgMetric, AvgLoss, AvgSmoothLoss, CastToTensor, Recorder
+from fastai.learner import Learner, Metric, CastToTensor, Recorder
 from fastai.optimizer import Lookahead, Optimizer, OptimWrapper
 from fastai.vision.augment import AffineCoordTfm
 
@@ -83,8 +83,6 @@ def held_state(
     kinds = (Metric, torch.optim.Optimizer, Optimizer, OptimWrapper)
     return list({id(o): o for k,v in vars(holder).items() if k != 'learn' for o in items(v) if isinstance(o, kinds)}.values())
 
-_sums = (AvgMetric, AvgLoss, AvgSmoothLoss)   # metrics whose state is a sum and a count
-
 # %% ../nbs/api/06aa_learner_step.ipynb #141dc0a6
 def loss_module(
     learn:Learner, # Any learner
@@ -124,7 +122,7 @@ def _metrics(self:LearnerStep):
     if not runs or rec not in self.learn.cbs or not len(self.learn.yb): return [],[],[]
     mets = (rec._train_mets if self.learn.training else rec._valid_mets) if keeps_metrics(rec) else []
     late = self.late or any(cb.order < rec.order for cb in self.acting('cuts a batch short', _cuts))   # unheard by the recorder
-    sums = [m for m in mets if any(type(m).accumulate is c.accumulate for c in _sums) and m not in on_host and not late]
+    sums = [m for m in mets if is_sum(m) and not late]
     lists = [m for m in mets if lists_of(m) and not late]
     return sums,lists,[m for m in mets if m not in sums+lists]
 
@@ -296,5 +294,5 @@ def next_batch(
     "What `TrainEvalCallback.after_batch` and the loop count from one batch to the next"
     learn.iter += 1
     if not learn.training: return
-    learn.pct_train += 1./(learn.n_iter*learn.n_epoch)
+    learn.pct_train += 1/(learn.n_iter*learn.n_epoch)   # by an int: a tracked one answers ints alone
     learn.train_iter += 1

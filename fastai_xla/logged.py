@@ -182,7 +182,7 @@ def _compiled(self:Logged, leaf, held, programs):
     "A program for this path, which has been met before"
     log,count = self.log,self.counts[self.replay.learn.training]
     count['compiled'] += 1
-    if count['compiled'] > most_programs: raise Refused(f'steps differ time and again: {self.why}')
+    if count['compiled'] - self._n_kinds() > most_programs: raise Refused(_differ + self.why.removeprefix(_differ))
     for p in programs: held = held | p.escaped
     self.replay.tracing = True
     p = Program(log.step_calls(), held)
@@ -213,7 +213,11 @@ def _audit(self:Logged, p):
     raise Refused(why)
 
 # %% ../nbs/api/06bb_logged.ipynb #410d7382
-most_programs = 24   # of the steps of a fit's training or validation
+most_programs = 24   # of the steps of a fit's training or validation, beside one for each kind of batch
+_differ = 'steps differ time and again: '
+
+@patch
+def _n_kinds(self:Logged): return sum(kind[0] == self.replay.learn.training for kind in self.kinds)
 
 @patch
 def _tell(self:Logged, why, refused):
@@ -237,7 +241,7 @@ def _tell(self:Logged, why, refused):
     if count['traced'] > 3:   # what is recorded again and again is a cost
         r.plain.update(self.again)
         self.again.clear()
-    often = count['refused'] + count['traced']
+    often = count['refused'] + count['traced'] - self._n_kinds()
     if often > most_programs and often > count['replayed']: self._stop(why)
 
 @patch

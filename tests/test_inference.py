@@ -110,6 +110,4 @@ def test_contract_of_kinds(kind):
     with learn.no_logging(): learn.fit_one_cycle(2, 1e-3)
     train,valid = learn.probe.steady(True),learn.probe.steady(False)
     assert len(train) >= 10 and not breaches(train), breaches(train)
-    # its metric is no sum: what it gathers is computed beside the step as long as callbacks of the user's, as the probe, look on
-    beside = 2 if kind == 'collab' else 1
-    assert valid and not breaches(valid, beside), breaches(valid, beside)
+    assert valid and not breaches(valid), breaches(valid)

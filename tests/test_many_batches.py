@@ -1,4 +1,5 @@
 "What shows only where a fit has many batches"
+import warnings
 import pytest
 from fastai.vision.all import *
 from fastai.callback.training import ShortEpochCallback
@@ -63,3 +64,11 @@ def test_metrics_that_keep_predictions_or_counts_run_within_the_step(make, users
     for name in ('training', 'validation'):
         n = report().totals.loc[name]
         assert n['executions'] <= n['batches']/k + (2 if k == 1 else 6)
+
+def test_another_number_of_epochs_is_no_other_step():
+    "Between steps that are recorded as one, `pct_train` moves on by a number that depends on it"
+    learn = fitted(True, image_dls(n=8*4, bs=4)).to_xla(steps_per_execution=4)
+    with warnings.catch_warnings(record=True) as told, learn.no_bar(), learn.no_logging():
+        warnings.simplefilter('always')
+        for n in (2, 1, 3): learn.fit(n, 1e-2)
+    assert not [w for w in told if 'audit' in str(w.message)] and not learn.xla_report().plain
