@@ -8,6 +8,7 @@ Docs: https://fastai-xla.github.io/fastai_xla/api/loop.html.md"""
 __all__ = []
 
 # %% ../nbs/api/06c_loop.ipynb #6d6b2001
+import warnings
 from contextlib import nullcontext
 from functools import cache, partial
 from types import FunctionType
@@ -25,6 +26,7 @@ from .capture.effects import is_library
 from .capture.values import *
 from .capture.patches import looked_at, set_aside, watched
 from .learner_step import *
+from .learner_step import _looks
 from .replay import *
 from .logged import *
 from .patching import patch, theirs
@@ -197,6 +199,19 @@ def _before_each(self:Replay, i, raws):
     learn.__dict__.update(start, iter=i)
     return held
 
+# %% ../nbs/api/06c_loop.ipynb #a5941d58
+@patch
+def _singly(self:Replay) -> str:
+    "Why steps cannot be recorded as one; empty if they may be"
+    if not self.folds(): return f"{names_of(self.acting('looks at the batch', _looks))} looks at each batch before its step"
+    return "the step changes an object that a callback, the loss or a layer keeps" if self._helpers() else ''
+
+@patch
+def _tell_singly(self:Replay, why) -> bool: # Is there a reason?
+    if why and not self.singly: warnings.warn(f"`steps_per_execution={self.n_steps}`: the steps of this fit run one by one, as {why}.")
+    self.singly = self.singly or bool(why)
+    return bool(why)
+
 # %% ../nbs/api/06c_loop.ipynb #a5941d57
 @patch
 def several(self:Replay,
@@ -205,7 +220,7 @@ def several(self:Replay,
 ) -> bool: # Have they been done?
     "Do several batches as one"
     learn = self.learn
-    if not self.folds() or self._helpers() or self.failed[learn.training] >= 4: return False
+    if self.failed[learn.training] >= 4 or self._tell_singly(self._singly()): return False
     self.begin()
     self.raws = raws
     held = self._before_each(i, raws)
@@ -213,6 +228,7 @@ def several(self:Replay,
     self.later = self.laters.setdefault(len(raws), [])   # a recording goes on looking there
     self.later[:] = held[1:]
     if not self.batch():
+        self._tell_singly(self.kind if isinstance(self.kind, str) else '')
         self.leave_autocast()   # one by one they enter it themselves
         return False
     for j in range(len(raws)):

@@ -42,6 +42,7 @@ class Replay(Recordings):
         self.given = None   # what metrics within the step were computed of
         self.plain = Counter()   # why batches were retraced -> batches of this fit
         self.beside = Counter()   # what ran beside the step -> batches of this fit
+        self.singly = False   # has it been told in this fit why steps are not run as one?
         self.open = False   # within a batch of `one_batch`, and not one that the user has taken apart
         self.begun = False   # has a `one_batch` in the place of ours begun the batch? It may call ours
         self.looping = False   # in fastai's loop, where nobody's code runs between two batches but callbacks'
@@ -56,6 +57,7 @@ class Replay(Recordings):
     def start(self):
         "Begin a fit"
         super().start()
+        self.singly = False
         self.plain.clear()
         self.beside.clear()
         if self.by_log: self.by_log.start()

@@ -72,3 +72,16 @@ def test_another_number_of_epochs_is_no_other_step():
         warnings.simplefilter('always')
         for n in (2, 1, 3): learn.fit(n, 1e-2)
     assert not [w for w in told if 'audit' in str(w.message)] and not learn.xla_report().plain
+
+class WarmUp(Callback):
+    def before_batch(self): self.opt.set_hyper('lr', 1e-3*min(1, (self.train_iter+1)/10))
+
+@pytest.mark.parametrize('cb,why', [(None, None), (WarmUp(), 'WarmUp looks at each batch before its step'),
+                                    (GradientAccumulation(10), 'a callback cancels a batch')])
+def test_steps_that_are_not_run_as_one_say_so(cb, why):
+    learn = image_learner(image_dls(n=24*4, bs=4)).to_xla(steps_per_execution=4)
+    with warnings.catch_warnings(record=True) as told, learn.no_bar(), learn.no_logging():
+        warnings.simplefilter('always')
+        learn.fit(2, 1e-3, cbs=cb)
+    told = [str(w.message) for w in told if 'steps_per_execution=4' in str(w.message)]
+    assert not told if why is None else len(told) == 1 and why in told[0]
