@@ -2,6 +2,7 @@
 import warnings
 import pytest
 from fastai.vision.all import *
+from fastai.callback.hook import ActivationStats
 from fastai.callback.training import ShortEpochCallback
 from fastai_xla.all import *
 from common import *
@@ -85,3 +86,10 @@ def test_steps_that_are_not_run_as_one_say_so(cb, why):
         learn.fit(2, 1e-3, cbs=cb)
     told = [str(w.message) for w in told if 'steps_per_execution=4' in str(w.message)]
     assert not told if why is None else len(told) == 1 and why in told[0]
+
+def test_statistics_of_every_fourth_batch_are_taken_in_one_kind_of_step():
+    cpu,xla = (fitted(o, image_dls(n=30*4, bs=4, shuffle=False), cbs=ActivationStats(every=4)) for o in (False, True))
+    report = xla.xla_report()
+    assert len(xla.activation_stats.stats) == len(cpu.activation_stats.stats) == 15
+    for i in range(2): test_close(tensor(xla.activation_stats.layer_stats(i)), tensor(cpu.activation_stats.layer_stats(i)), 1e-5)
+    assert report.per_batch()['executions'] == 1 and sum(report.plain.values()) < 2   # the first sets the hooks up

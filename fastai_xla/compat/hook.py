@@ -10,7 +10,7 @@ __all__ = []
 # %% ../../nbs/api/04n_compat.hook.ipynb #06591f31
 import torch
 from fastcore.all import *
-from fastai.callback.hook import ActivationStats
+from fastai.callback.hook import ActivationStats, HookCallback
 
 from ..runtime import *
 from ..transfer import *
@@ -20,8 +20,19 @@ from ..patching import patch
 @patch
 def before_fit(self:ActivationStats):
     "Initialize stats."
-    if any(map(is_xla, self.model.parameters())): self.__dict__['cpu'] = False   # fastai warns of the name, which is its own
+    on = any(map(is_xla, self.model.parameters()))
+    if on: self.__dict__['cpu'] = False   # fastai warns of the name, which is its own
     self._under_before_fit()
+    self._stay = on and self.every is not None
+    if self._stay: self._register()
+
+@patch
+def before_batch(self:HookCallback):
+    if not self.__dict__.get('_stay'): self._under_before_batch()
+
+@patch
+def after_batch(self:HookCallback):
+    if not self.__dict__.get('_stay'): self._under_after_batch()
 
 @patch(stands_in=True)
 def hook(self:ActivationStats, m, i, o):
