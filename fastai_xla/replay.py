@@ -79,7 +79,8 @@ def names_of(
 def after_step(self:Replay):
     "Note that callbacks have left something to compute after a replayed step"
     names = names_of(self.acting('a user callback', _is_user_callback))
-    what = f"what {names} computes around the step" if names else f"the metrics {', '.join(m.name for m in self.learn.replayed.others)}, computed after the step"
+    if names: what = f"what {names} computes around the step"
+    else: what = f"the metrics {', '.join(m.name for m in self.learn.replayed.others)}, computed after the step"
     self.beside[what] += 1
 
 @patch

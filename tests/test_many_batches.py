@@ -41,7 +41,8 @@ def classifier(users):
     m = nn.Sequential(Flatten(), nn.Linear(64, 2))
     metrics = [accuracy, F1Score(), RocAucBinary(), MatthewsCorrCoef(), AccumMetric(mse, flatten=False, activation='sigmoid')]
     metrics[-1].func = lambda p, t: (p[:, 0]-t).abs().mean()
-    return Learner(image_dls(n=6*4, n_valid=9*4-1, bs=4, shuffle=False, classes=2), Doubled(m) if users else m, CrossEntropyLossFlat(), metrics=metrics)
+    dls = image_dls(n=6*4, n_valid=9*4-1, bs=4, shuffle=False, classes=2)
+    return Learner(dls, Doubled(m) if users else m, CrossEntropyLossFlat(), metrics=metrics)
 
 def segmenter(users):
     x,y = torch.randn(40, 3, 8, 8),torch.randint(0, 3, (40, 8, 8))
@@ -93,3 +94,14 @@ def test_statistics_of_every_fourth_batch_are_taken_in_one_kind_of_step():
     assert len(xla.activation_stats.stats) == len(cpu.activation_stats.stats) == 15
     for i in range(2): test_close(tensor(xla.activation_stats.layer_stats(i)), tensor(cpu.activation_stats.layer_stats(i)), 1e-5)
     assert report.per_batch()['executions'] == 1 and sum(report.plain.values()) < 2   # the first sets the hooks up
+
+class Mean(nn.Module):
+    def __init__(self): super().__init__(); self.l = nn.Linear(3, 2)
+    def forward(self, x): return self.l(x).mean(1)*2
+
+def test_each_of_thirty_lengths_has_its_program():
+    items = [(torch.randn(4+i//2, 3), torch.tensor(i%2)) for i in range(60)]
+    dls = DataLoaders.from_dsets(items, items[:4], bs=2, shuffle=False, num_workers=0)
+    learn = Learner(dls, Mean(), CrossEntropyLossFlat()).to_xla()
+    with warnings.catch_warnings(record=True), learn.no_bar(), learn.no_logging(): learn.fit(4, 1e-3)
+    assert not learn.xla_report().plain and learn.xla_opt.replay.by_log.counts[True]['replayed'] == 30*3

@@ -52,7 +52,8 @@ def _compile(self:Recording, first, trace):
     for n in 'tape hash sources names ids buffers consts meanings updated replaced outs counts grads regrades reads n_draws'.split():
         setattr(self, n, getattr(trace, n))
     self.drawn = trace.draws.fs
-    self.unlike = [c.item() for k,c in self.consts.items() if c.is_floating_point() and not (c.dim() or self.meanings[k])]   # no numbers then
+    floats = [(k, c) for k,c in self.consts.items() if c.is_floating_point() and not c.dim()]
+    self.unlike = [c.item() for k,c in floats if not self.meanings[k]]   # which are no number now
     self._compare(first)
     self.reads.find_variables()
     known = known_constants()
