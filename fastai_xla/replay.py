@@ -79,9 +79,9 @@ def names_of(
 def after_step(self:Replay):
     "Note that callbacks have left something to compute after a replayed step"
     names = names_of(self.acting('a user callback', _is_user_callback))
-    if names: what = f"what {names} computes around the step"
-    else: what = f"the metrics {', '.join(m.name for m in self.learn.replayed.others)}, computed after the step"
-    self.beside[what] += 1
+    others = ', '.join(m.name for m in getattr(self.learn.replayed, 'others', ()))
+    if names: self.beside[f"what {names} computes around the step"] += 1
+    elif others: self.beside[f"the metrics {others}, computed after the step"] += 1
 
 @patch
 def _before_step(self:Replay):
