@@ -493,7 +493,8 @@ def test_dataset_changed_between_batches_is_told_and_then_right():
         found,by = passes(change)
     right = [1.]*4 + [2.]*4
     assert len([w for w in told if 'read ahead' in str(w.message)]) == 1
-    assert found[0] == [1.]*6 + [2.]*2 and found[1:] == [right]*2   # plain fastai gives `right` in each pass
+    late = [[1.]*n + [2.]*(8-n) for n in (4, 5, 6)]   # as far as the other thread has read by then
+    assert found[0] in late and found[1:] == [right]*2   # plain fastai gives `right` in each pass
     assert by['fastai_xla '] == 5*4
 
 def test_dataset_changed_between_passes_is_read_ahead():
