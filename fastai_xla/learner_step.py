@@ -31,6 +31,7 @@ from .compat.core import kept_on_device
 from .compat.learner import keeps_metrics
 from .compat.metrics import *
 from .compat.mixup import mixes
+from .capture.effects import names_in
 from .capture.state import *
 from .capture.values import *
 from .capture.watch import *
@@ -63,18 +64,16 @@ def _is_user_callback(cb):
     return (not type(cb).__module__.startswith(('fastai.', 'fastai_xla.'))
             and _acts(cb, ('before_batch', 'after_batch', 'after_cancel_batch', *in_step)))
 
-def _code_names(f, cls, seen):
-    "Names in the code of `f`, and of the class's methods that it calls"
-    found = set(getattr(getattr(f, '__code__', None), 'co_names', ()))
-    for n in found - seen: found |= _code_names(getattr(cls, n, None), cls, seen | found)
-    return found
+_cancels = (CancelBatchException, CancelTrainException, CancelValidException, CancelEpochException, CancelFitException)
+def _is_cut(o): return (o if isinstance(o, type) else type(o)) in _cancels[:-1]
 
 def _cuts(cb):
     "May its `after_batch` end a batch's events, other than by ending the fit?"
-    names = {c.__name__ for c in _cancels} - {'CancelFitException'}
-    return bool(names & _code_names(getattr(type(cb), 'after_batch', None), type(cb), set()))
+    own = vars(cb)
+    names = names_in(own.get('after_batch', getattr(type(cb), 'after_batch', None)), type(cb))
+    cut = {c.__name__ for c in _cancels[:-1]}
+    return not cut.isdisjoint(names) or any(_is_cut(o) for n,found in names.items() for o in (*found, own.get(n)))
 
-_cancels = (CancelBatchException, CancelTrainException, CancelValidException, CancelEpochException, CancelFitException)
 def held_state(
     holder, # Callback or optimizer
 ) -> list: # Metrics and optimizers

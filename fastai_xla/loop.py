@@ -11,7 +11,6 @@ __all__ = []
 import warnings
 from contextlib import nullcontext
 from functools import cache, partial
-from types import FunctionType
 
 from fastcore.all import *
 from fastai.callback.core import *
@@ -22,7 +21,7 @@ from fastai.learner import Learner, CastToTensor
 from .compat.mixup import mixes
 from .compat.optimizer import zeros_shown
 from .data import RawBatch, feed, feedable, in_groups
-from .capture.effects import is_library
+from .capture.effects import is_library, names_in
 from .capture.values import *
 from .capture.patches import looked_at, set_aside, watched
 from .learner_step import *
@@ -140,21 +139,13 @@ def _do_one_batch(self:Learner):
     if r.interrupt: raise r.interrupt   # of the keyboard; a callback that has raised it has done so again by now
 
 # %% ../nbs/api/06c_loop.ipynb #5b1f09ac
-def _says_grad(f, seen):
+def _says_grad(f):
     "Does the code of `f`, a user's function, or of another that it names, say `.grad`?"
-    f = getattr(f, '__func__', getattr(f, 'func', f))
-    if not isinstance(f, FunctionType) or f in seen or is_library(f.__module__ or ''): return False
-    seen.add(f)
-    names,codes = set(),[f.__code__]
-    while codes:
-        code = codes.pop()
-        names |= {*code.co_names}
-        codes += [c for c in code.co_consts if isinstance(c, type(code))]
-    return 'grad' in names or any(_says_grad(f.__globals__.get(n), seen) for n in names)
+    return not is_library(getattr(f, '__module__', None) or '') and 'grad' in names_in(f)
 
 @cache
-def _class_reads_grads(cls): return any(_says_grad(f, set()) for c in cls.__mro__ for f in vars(c).values())
-def _reads_grads(cb): return _class_reads_grads(type(cb)) or any(_says_grad(f, set()) for f in vars(cb).values())
+def _class_reads_grads(cls): return any(_says_grad(f) for c in cls.__mro__ for f in vars(c).values())
+def _reads_grads(cb): return _class_reads_grads(type(cb)) or any(map(_says_grad, vars(cb).values()))
 
 @patch(stands_in=True)
 def __call__(self:Learner, event_name):

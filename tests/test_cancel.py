@@ -12,6 +12,18 @@ class StopsTraining(Callback):
     def after_batch(self):
         if self.training and self.iter == self.at: self.stop()
 
+def leave(): raise CancelEpochException
+
+class LeavesEpoch(StopsTraining):
+    "By a function of a module"
+    def stop(self): leave()
+
+class Raises(Callback):
+    "What it was given"
+    def __init__(self, at, exc): store_attr()
+    def after_batch(self):
+        if self.training and self.iter == self.at: raise self.exc
+
 class SkipsBatch(Callback):
     "Before there is a loss: that of the first batch is fastai's zero"
     def __init__(self, at): self.at = at
@@ -28,6 +40,7 @@ def ran(cb, xla):
 
 @pytest.mark.parametrize('cb',
                          [partial(ShortEpochCallback, .6), partial(ShortEpochCallback, .6, short_valid=False), partial(StopsTraining, 5),
+                          partial(LeavesEpoch, 5), partial(Raises, 5, CancelTrainException()), partial(Raises, 5, CancelEpochException),
                           partial(SkipsBatch, 0), partial(SkipsBatch, 3)])
 def test_recorder_counts_what_it_has_heard(cb):
     (iters,n,losses,values),(iters1,n1,losses1,values1) = ran(cb(), False),ran(cb(), True)
