@@ -18,6 +18,7 @@ from fastai.callback.fp16 import MixedPrecision
 from fastai.data.core import TfmdDL
 from fastai.learner import Learner, CastToTensor
 
+from .compat.learner import no_inference_mode
 from .compat.mixup import mixes
 from .compat.optimizer import zeros_shown
 from .data import RawBatch, feed, feedable, in_groups
@@ -67,7 +68,8 @@ def _replaced():
 @patch(stands_in=True)
 def all_batches(self:Learner):
     "Train or evaluate `self.model` on all the batches of `self.dl`"
-    with set_aside('another learner runs within the step'): _all_batches(self)
+    mode = no_inference_mode() if 'xla_opt' in self.__dict__ else nullcontext()
+    with mode, set_aside('another learner runs within the step'): _all_batches(self)
 
 def _all_batches(self):
     if _replay(self) is None or not feedable(self.dl) or not _own(self): return self._under_all_batches()

@@ -6,8 +6,8 @@ Docs: https://fastai-xla.github.io/fastai_xla/api/capture.calls.html.md"""
 
 # %% auto #0
 __all__ = ['T', 'P', 'questions', 'hook_calls', 'makers', 'arithmetic_of_ints', 'arithmetic', 'takes_ints', 'takes_floats',
-           'is_question', 'is_on_xla', 'n_reads', 'call_name', 'user_line', 'context_now', 'in_context', 'Node', 'Kind',
-           'node_of']
+           'is_question', 'is_on_xla', 'flags_of', 'n_reads', 'why_read', 'call_name', 'user_line', 'context_now',
+           'in_context', 'Node', 'Kind', 'node_of']
 
 # %% ../../nbs/api/05k_capture.calls.ipynb #269797f3
 import sys
@@ -54,9 +54,22 @@ def is_question(f): return f in questions or f.__name__ == '__get__' and getattr
 
 def is_on_xla(a): return isinstance(a, T) and is_xla(a)
 
+# %% ../../nbs/api/05k_capture.calls.ipynb #8bb723a5
+def flags_of(t):
+    "Does it require a gradient, is it a leaf? Nothing for a view made within `no_grad` whose base has changed since: torch refuses to say"
+    try: return t.requires_grad,t.is_leaf
+    except RuntimeError: return None
+
 def n_reads() -> int:
     "How often values have been read from the device in this process, as far as torch_xla counts it"
     return n_executions() + (met.metric_data('TransferFromDeviceTime') or (0,))[0]
+
+def why_read(
+    before:dict, # Operators that had run on the CPU, as `xla_counts().fallbacks`, before a call that has read values
+) -> str:
+    "What the call has done"
+    new = first(n for n,v in xla_counts().fallbacks.items() if before.get(n) != v)
+    return f"runs {new} on the CPU, as torch_xla has no kernel for it, within the step" if new else "reads a value within the step"
 
 # %% ../../nbs/api/05k_capture.calls.ipynb #015b06e0
 def call_name(
@@ -153,12 +166,16 @@ indexing = {T.__getitem__, T.__setitem__}
 def from_array(a):
     "An array of numpy as a tensor"
     return torch.from_numpy(a) if isinstance(a, np.ndarray) and a.dtype.kind in 'biuf' else a
+def _is_int(o): return isinstance(o, (int, np.integer)) and not isinstance(o, bool)
+
 def from_lists(
     i, # Index, or a tuple of them
 ):
     "The same with tensors in the place of arrays, and of lists of ints"
     if type(i) is tuple: return tuple(map(from_lists, i))
-    return torch.tensor(i) if type(i) is list and i and all(type(o) is int for o in i) else from_array(i)
+    if type(i) is list and i and all(map(_is_int, i)): return torch.tensor(list(map(int, i)))
+    # torch takes each number of an array for an index, of whatever kind, but those of bools and bytes for a mask
+    return from_array(i.astype(np.int64) if isinstance(i, np.ndarray) and i.dtype.kind in 'iuf' and i.dtype != np.uint8 else i)
 
 def deep_copy(t):
     "As `copy.deepcopy` copies a tensor"

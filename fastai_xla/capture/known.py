@@ -115,6 +115,11 @@ def as_was(self:KnownModule,
         for d,v in now: d.update(v)
 
 # %% ../../nbs/api/05j_capture.known.ipynb #f1414961
+def _keeps(v):
+    "May what a module holds have tensors of its own, as a hook has the activations that it stores?"
+    if isinstance(v, (nn.Module, FunctionType, BuiltinFunctionType, MethodType, type, partial)): return False
+    return hasattr(v, '__dict__') if not isinstance(v, (list, tuple, dict, L)) else holds_tensors(list(v) if isinstance(v, L) else v)
+
 def _is_whole(m):
     "May the module be one call?"
     for o in m.modules():
@@ -122,9 +127,10 @@ def _is_whole(m):
         if not is_known(type(o)) or not is_known(type(o).forward): return False
         if any(o.__dict__[n] for n in _hooks): return False
         for k,v in _own(o):
-            if isinstance(v, torch.Tensor) and v.device.type != 'xla' or not isinstance(v, torch.Tensor) and not is_known(v): return False
+            if v.device.type != 'xla' if isinstance(v, torch.Tensor) else _keeps(v) or not is_known(v): return False
     return not any(_for_all)
 
+# %% ../../nbs/api/05j_capture.known.ipynb #f1414962
 def _host_draws(): return random.getstate(),np.random.get_state()[1:3],torch.get_rng_state()
 
 class KnownModules:

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from fastcore.all import *
 
 from ..runtime import *
-from ..runtime import note_filled
+from ..runtime import note_filled, xla_counts
 from ..graphs import *
 from .known import *
 from .calls import *
@@ -48,6 +48,7 @@ class Log(TorchFunctionMode, Arguments):
         self.fresh = []
         self.cur,self.answering = self.root,any(n.held is not None for n in self.root.kids)
         self.refused,self.missed,self.thread = '','',threading.get_ident()
+        self.fell = {} if self.answering else xla_counts().fallbacks
 
     def step_calls(self): return StepCalls(list(self.path), self.outside, self.hosts, self.nums, dict(self.taken), dict(self.states))
     def refuse(self, why): self.refused = self.refused or why
@@ -131,11 +132,11 @@ def call(self:Log,
         if new and any(pending(new)): self.refuse(f"{call_name(f)} at {user_line()} is given a tensor that was made where nobody saw it")
     reads,flags = n_reads() if saw else 0,self._flags(f)
     r = self._run(f, self._real(args), self._real(kwargs))
-    self.turns = [(o, Kind(self._object(o))) for o,flag in self._flags(f) if (o, flag) not in flags]
+    self.turns = [(o, Kind(self._object(o))) for o,flag in self._flags(f) if flag and (o, flag) not in flags]
     leaves = pytree.tree_leaves(r)
     there = any(map(is_on_xla, leaves))
     if saw and (n_reads() != reads or any(isinstance(l, T) and not is_xla(l) for l in leaves)):
-        self.refuse(f"{call_name(f)} at {user_line()} reads a value within the step")
+        self.refuse(f"{call_name(f)} at {user_line()} {why_read(self.fell)}")
         saw = False
     if saw or there:
         r = self._note(f, args, kwargs, key, n, before, r)
@@ -174,7 +175,7 @@ def _flags(self:Log, f):
     name = getattr(f, '__name__', '')
     if name not in _sets and (not name.endswith('_') or name.endswith('__')): return []
     with torch._C.DisableTorchFunctionSubclass():
-        return [(i, (t.requires_grad, t.is_leaf)) for i,t in (*enumerate(self.objs), *((-1-j, t) for j,t in enumerate(self.outside)))]
+        return [(i, flags_of(t)) for i,t in (*enumerate(self.objs), *((-1-j, t) for j,t in enumerate(self.outside)))]
 
 # %% ../../nbs/api/05l_capture.log.ipynb #bca16eef
 @patch

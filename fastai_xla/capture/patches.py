@@ -84,10 +84,14 @@ def _as_they_are(ts):
     return log._real(ts)
 
 # %% ../../nbs/api/05m_capture.patches.ipynb #bf7a017c
+def _carries(a):
+    "Has a tensor another one in an attribute, as what fastai's `MergeLayer` is given?"
+    return isinstance(a, T) and any(isinstance(v, T) for v in a.__dict__.values())
+
 _module_call = nn.Module.__call__
 def _call_module(self, *args, **kwargs):
     if not _active or not self._modules or (log := active()) is None: return _module_call(self, *args, **kwargs)
-    k = log.known(self)
+    k = None if any(map(_carries, args)) else log.known(self)
     return _module_call(self, *args, **kwargs) if k is None else log_call(log, k, args, kwargs, k.tensors, k.guard)
 
 _new_module = nn.Module.__init__

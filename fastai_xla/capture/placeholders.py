@@ -36,6 +36,7 @@ def _give_up(self:Log, why):
             run_node(n, env, self.nums, self.hosts, self.taken.get(n.depth, ()), self.states.get(n.depth, ()))
             if getattr(n.f, '__name__', '') == 'backward': note_filled(self.outside)   # as `Learner._backward` would have
     finally: self.busy -= 1
+    self.fell = xla_counts().fallbacks
     self.given,self.env = self.objs,[env[i] for i in range(len(self.objs))]
     for i,t in enumerate(self.env): self.at[id(t)] = i
     self.objs = list(self.env)
@@ -68,7 +69,6 @@ def renew(self:Log,
     "Let the placeholder of result `i` be a tensor like any other"
     n = node_of(self.path, i)
     old,kind = n.held[i-n.base],n.kinds[i-n.base]
-    self.asked.pop(id(old), None)
     if value is not None: T.data.__set__(old, value)
     if grad is not None: old.grad = grad
     if kind.grad and kind.leaf: old.requires_grad_()
@@ -84,6 +84,7 @@ def tidy(self:Log):
 
 @patch
 def _hold(self:Log, n, j):
+    self.asked.pop(id(n.held[j]), None)   # another tensor may get its id
     k = n.kinds[j]
     t = _make_subclass(k.cls, n.spare[j])
     if k.attrs: t.__dict__.update(k.attrs)

@@ -101,7 +101,7 @@ def _changed(self:Trace, before, after, numbers):
     scratch |= {(id(d), k): (path, d, k) for d,k,v,(leaves,_),path in after.trees if on_xla(leaves)}
     for i,(d,keys,path) in before.keys.items():
         other = [k for k in keys if k not in d] + [k for k in new.get(i, keys) if k not in keys and (i, k) not in scratch]
-        if other: raise Refused(f"{path}{key_name(other[0])} comes or goes within the step")
+        if other: raise Refused('.'.join(filter(None, (path.removesuffix('.'), key_name(other[0])))) + " comes or goes within the step")
     self.counts = []
     for d,k,name,_ in numbers.places.values(): self._count(d, k, name)
     for d,k,v,path in before.numbers:

@@ -147,6 +147,8 @@ def _restore(self:StepTrace):
         if t.requires_grad != r: t.requires_grad_(r)
 
 # %% ../../nbs/api/05ma_capture.trace.ipynb #ac58e348
+def _has_grad(t): return (f := flags_of(t)) and (f[1] or t.retains_grad) and t.grad is not None
+
 @patch
 def _collect(self:StepTrace, env, escaped):
     "What the step changes, and where it comes from in its graph"
@@ -169,7 +171,7 @@ def _collect(self:StepTrace, env, escaped):
     self.escapes = {o: root(env[o]) for o in sorted(escaped)}
     changed = {env[-1-j].untyped_storage()._cdata for (kind,j),_ in self.updated if kind == 'outside'}
     if any(env[o].untyped_storage()._cdata in changed for o in escaped): raise Refused(aliased)
-    self.held_grads = {o: root(env[o].grad) for o in sorted(escaped) if (env[o].is_leaf or env[o].retains_grad) and env[o].grad is not None}
+    self.held_grads = {o: root(env[o].grad) for o in sorted(escaped) if _has_grad(env[o])}
     if not self.roots: raise Refused("the step computes nothing")
     ids,self.ts = graph_inputs(self.roots)
     self.buffers,self.hash = buffers(self.ts),graph_hash(self.roots)
