@@ -59,7 +59,7 @@ def _move_dls(dls, device):
 
 def settle(
     learn:Learner, # Learner with an `XLAOptCallback`
-    opt:bool=True, # See to its optimizer as well? Not where that is about to be made anew
+    opt:bool=True, # See to its optimizer as well? Not where that is about to be made anew, or not used
 ):
     "Put the model on the learner's XLA device, and let its optimizer hold the model's parameters and no others"
     device = learn.xla_opt.device
@@ -94,7 +94,7 @@ class XLAOptCallback(Callback):
         self.homes = {}   # (module, name) -> the parameter that was there when the model was moved last
 
     def before_fit(self):
-        settle(self.learn)
+        settle(self.learn, opt=self.fitting)   # another model may be there for a prediction only
         self.shapes = {}
         if self.opt is not None: init_state(self.opt)
         self.settle()

@@ -69,6 +69,20 @@ def test_state_survives(tmp_path):
     learn.detach_xla()
     for p,b in zip(held(learn), before): assert torch.equal(learn.opt.state[p]['grad_avg'], b)
 
+def test_optimizer_is_kept_while_another_model_predicts():
+    "An average of the weights, or the best ones, for a validation between two fits"
+    learn = image_learner().remove_cb(ProgressCallback).to_xla()
+    with learn.no_logging(), warnings.catch_warnings():
+        warnings.simplefilter('error')
+        learn.fit(1)
+        opt,raw,steps = learn.opt,learn.model,[s['step'] for s in learn.opt.state.values()]
+        learn.model = deepcopy(raw)
+        learn.validate()
+        learn.get_preds()
+        learn.model = raw
+        learn.fit(1)
+    assert learn.opt is opt and [s['step'] for s in learn.opt.state.values()] == [2*n for n in steps]
+
 def test_wrapped_optimizer_instance():
     "An OptimWrapper made from the model's parameters beforehand trains them all the same"
     model = convnet()
