@@ -33,13 +33,19 @@ def _set_names(cls):
 _base_attrs = frozenset(nn.Module().__dict__)
 def _tensors(v): return [t for t in pytree.tree_leaves(v) if isinstance(t, torch.Tensor) and not isinstance(t, nn.Parameter)]
 
+_numbers = {int, float, bool, str, type(None)}
+def _may_hold(v):
+    "A quick look: most lists and tuples are of numbers and names alone"
+    if isinstance(v, (list, tuple, dict)): return not _numbers.issuperset(map(type, v.values() if isinstance(v, dict) else v))
+    return isinstance(v, torch.Tensor)
+
 def plain_tensors(
     o, # A module, or anything else
 ) -> list: # (path of a module in it, that module, name of an attribute) triples
     "Plain attributes that are tensors, or lists, tuples and dicts with some"
     holders = o.named_modules() if isinstance(o, nn.Module) else [('', o)]
     return [(n, m, k) for n,m in holders for k,v in getattr(m, '__dict__', {}).items() if k not in _base_attrs
-            and isinstance(v, (torch.Tensor, list, tuple, dict)) and _tensors(v)]
+            and _may_hold(v) and _tensors(v)]
 
 # %% ../nbs/api/06a_hidden.ipynb #4c1d0b07
 def _move(m, k, device):

@@ -28,9 +28,9 @@ def _homes(learn):
     "Where the parameters of model and loss are: (module, name) -> parameter"
     return {(m, n): p for o in modules_of(learn) for m in o.modules() for n,p in m._parameters.items() if p is not None}
 
-def _returned(learn):
+def _returned(learn, now):
     "Old parameter -> the one that is in its place now; what was tied is tied again"
-    old,now,res = learn.xla_opt.homes,_homes(learn),{}
+    old,res = learn.xla_opt.homes,{}
     known,here = set(old.values()),set(now.values())
     for (m,n),p in old.items():
         q = now.get((m, n))
@@ -43,11 +43,12 @@ def move_learner(
     device:torch.device, # Where to
 ):
     "Move model and loss; hooks, gradients and the optimizer's state follow each parameter"
-    returned,moved,axes = _returned(learn),{},learn.xla_opt.layout.of(modules_of(learn))
+    now = _homes(learn)
+    returned,moved,axes = _returned(learn, now),{},learn.xla_opt.layout.of(modules_of(learn))
     for m in modules_of(learn): moved |= move_module(m, device, axes)
     new = {p: moved.get(q, q) for p,q in returned.items()}
     keep_hooks(new)
     new |= moved
     opts = {id(o): o for o in (learn.opt, learn.opt_func) if hasattr(o, 'param_lists')}
     for opt in opts.values() if new else (): swap_params(opt, new)
-    learn.xla_opt.homes = _homes(learn)
+    learn.xla_opt.homes = _homes(learn) if new else now

@@ -68,15 +68,16 @@ def start(self:Recordings):
 @patch
 def _watched(self:Recordings):
     "The number of the learner's present state among those seen"
-    roots = self._modules()
-    try:
-        if all(map(is_, roots, self.watch.roots)) and same(self.watch.now(), self.seen[self.state]): return self.state
+    roots,state = self._modules(),None
+    def find(now): return next((i for i,o in self.seen.items() if same(now, o)), None)
+    try: state = find(self.watch.now()) if all(map(is_, roots, self.watch.roots)) else None
     except (AttributeError, KeyError): pass   # not yet watched; an attribute is gone
-    self.watch = Watch(*roots)
-    now = self.watch.now()
-    self.state = next((i for i,o in self.seen.items() if same(now, o)), self.n_seen)
-    if self.state == self.n_seen: self.seen[self.state],self.n_seen = now,self.n_seen+1
-    return self.state
+    if state is None:
+        self.watch = Watch(*roots)
+        state = ifnone(find(now := self.watch.now()), self.n_seen)
+        if state == self.n_seen: self.seen[state],self.n_seen = now,state+1
+    self.state = state
+    return state
 
 # %% ../nbs/api/06ab_recordings.ipynb #06ab0004
 @patch
@@ -138,8 +139,7 @@ def _find(self:Recordings, inputs, spec):
 @patch
 def _forget(self:Recordings):
     "Drop recordings of a model or an optimizer that the learner has no longer: they hold its memory"
-    learn = self.learn
-    states = [id(o.state) for o in self.optimizers()]
+    learn,states = self.learn,[id(o.state) for o in self.optimizers()]
     for key,(model,_,opts,*_) in list(self.held.items()):
         if model is not learn.model or key[0] == learn.training and [id(o) for o in opts] != states: del self.recs[key],self.held[key]
     self.seen = {i: o for i,o in self.seen.items() if i in {self.state, *(key[1] for key in self.recs)}}

@@ -78,3 +78,12 @@ def test_a_number_that_has_become_a_constant_in_float32_is_no_other_step(k):
     report = learn.xla_report()
     assert not [w for w in told if 'audit' in str(w.message)] and not report.plain
     assert 1/k <= report.per_batch()['executions'] < 1/k + .01 and len(learn.recorder.losses) == 1200
+
+@pytest.mark.parametrize('loss', [CrossEntropyLossFlat(), lambda p, t: F.cross_entropy(p, t)])
+def test_functions_of_the_users_are_watched_where_there_are_any(loss):
+    "The profiler's hook is three quarters of an audit's time"
+    learn = image_learner(loss_func=loss).to_xla()
+    with learn.no_bar(), learn.no_logging(): learn.fit(2, 1e-2)
+    recs = [r for recs in learn.xla_opt.replay.recs.values() for r in recs]
+    assert len(recs) == 2 and sum(learn.xla_opt.replay.audits.values()) > 0
+    assert all(r.users == (not isinstance(loss, CrossEntropyLossFlat)) for r in recs)

@@ -500,9 +500,7 @@ def smoothed(losses, counted):
 
 @pytest.mark.parametrize('what', [CancelTrainException, CancelEpochException])
 def test_cancelled_before_the_recorder(what):
-    """A callback that cancels in `after_batch`, before the recorder
-
-    Its smoothed loss knows that batch already, and so do those after it. Nothing else differs"""
+    "A callback that cancels in `after_batch`, before the recorder: that batch is in no smoothed loss"
     class Losses(Callback):
         order = -5
         def before_fit(self): self.seen = []
@@ -515,12 +513,11 @@ def test_cancelled_before_the_recorder(what):
         return [dict(batches=cbs[0].seen)]
     (_,_,plain),(r,counts,replayed) = run(learner, story, False),run(learner, story, True)
     assert counts['replayed'] == counts['batches'] and not r.xla_opt.replay.why
-    differ = {d.split(': ')[0] for d in differences(plain, replayed)}
-    assert differ == {'.smooth', *(f'.losses.{i}' for i in range(2, 6))}, differ   # from the second epoch on
+    assert not differences(plain, replayed)
     seen,recorded = plain['0']['batches'],[0, 1, 3, 4, 6, 7]   # the third batch of each of three epochs is cancelled
-    for left,counted in ((plain, recorded), (replayed, range(9))):
-        smooth,losses = smoothed(seen, counted),[v for k,v in left.items() if k.startswith('.losses')]
-        for i,l in zip(recorded, losses, strict=True): assert abs(smooth[i]-l) < 1e-5, (i, smooth[i], l)
+    smooth = smoothed(seen, recorded)
+    losses = [v for k,v in plain.items() if k.startswith('.losses')]
+    for i,l in zip(recorded, losses, strict=True): assert abs(smooth[i]-l) < 1e-5, (i, smooth[i], l)
 
 # Each guard is needed: without it the same story ends otherwise
 

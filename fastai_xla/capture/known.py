@@ -29,10 +29,12 @@ def is_library_name(
     "Is it a library's? timm's modules are large, and need not run at each step; recordings watch their settings"
     return is_library(module) or module.partition('.')[0] == 'timm'
 
+_builtin = {int, float, bool, str, type(None)}
 def is_known(
     o, # Class, function, method, `partial`, or an object
 ) -> bool:
     "Was `o`, or its class, written by a library?"
+    if type(o) in _builtin: return True
     if isinstance(o, partial): return is_known(o.func) and all(map(is_known, (*o.args, *o.keywords.values())))
     if isinstance(o, MethodType): return is_known(o.__self__) and is_known(o.__func__)
     if isinstance(o, (list, tuple, set, dict, L)): return all(map(is_known, o.values() if isinstance(o, dict) else o))

@@ -55,6 +55,7 @@ def _compile(self:Recording, first, trace):
     floats = [(k, c) for k,c in self.consts.items() if c.is_floating_point() and not c.dim()]
     self.unlike = [c.item() for k,c in floats if not self.meanings[k]]   # which are no number now
     self._compare(first)
+    self.users = bool(self.reads.codes)   # do functions of the user's run in the step?
     self.reads.find_variables()
     known = known_constants()
     for k,c in self.consts.items():
@@ -179,7 +180,8 @@ def _found(self:Recording): return self.names,dict(self.meanings),dict(self.doub
 
 @patch
 def _retrace(self:Recording, inputs, others={}, taken=()):
-    with python_lock: trace = Trace(self.fn, self.places, inputs, self.get_numbers(), seed=3, others=others, taken=taken)
+    with python_lock:
+        trace = Trace(self.fn, self.places, inputs, self.get_numbers(), seed=3, others=others, taken=taken, watched=self.users)
     self.tape.true = trace.tape.true
     self._compare(trace)
 

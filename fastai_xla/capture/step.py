@@ -9,6 +9,7 @@ __all__ = ['aliased', 'Trace']
 
 # %% ../../nbs/api/05g_capture.step.ipynb #67e4bf52
 import gc
+from contextlib import nullcontext
 
 import torch
 from torch import nn
@@ -41,6 +42,7 @@ class Trace:
         others={}, # As for `Tape`
         taken=(), # As for `Tape`
         search=False, # Look for tensors that the step changes and that are in none of the places?
+        watched=True, # Watch what functions of the user's do beside computing?
     ):
         settle_tensors()
         self.inputs,self.tape,rng,before = inputs,Tape(seed, others, taken),rng_state(),places()
@@ -50,7 +52,7 @@ class Trace:
         self.reads = Reads([*before.keys, *map(id, numbers.dicts)], numbers.places)
         numbers.show(self.tape)
         try:
-            outs = self._steps(fn, numbers)
+            outs = self._steps(fn, numbers, no_effects(self.reads) if watched else nullcontext())
             self.given += buffers(self.draws.sent)
             self.n_draws = n_draws(self.seeds[-1], rng_state())
             c = xla_counts() - c0
@@ -69,12 +71,12 @@ class Trace:
 
 # %% ../../nbs/api/05g_capture.step.ipynb #5a3c7001
 @patch
-def _steps(self:Trace, fn, numbers):
+def _steps(self:Trace, fn, numbers, watch):
     "What each step returns, of those that are recorded as one"
     if any(n_holders([self.memory.tensors[i] for i in self.memory.weights])): raise Refused(aliased)   # a trace would part them
     try:
         with (no_host_draws(), self.draws.noted(), shared_scalars(), recorded_math(), torch.autograd.set_multithreading_enabled(False),
-              no_effects(self.reads)):
+              watch):
             outs = [self._step(fn, j, numbers) for j in range(len(numbers.later)+1)]
     finally: changed = self.reads.restore()
     if changed:
