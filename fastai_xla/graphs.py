@@ -7,7 +7,7 @@ Docs: https://fastai-xla.github.io/fastai_xla/api/graphs.html.md"""
 # %% auto #0
 __all__ = ['pending', 'graph_text', 'hlo_text', 'stablehlo', 'stablehlo_text', 'graph_hash', 'graph_debug', 'graph_scope',
            'use_cache', 'memory_info', 'manual_seed', 'rng_state', 'cannot_replay', 'tensor_id', 'buffers',
-           'send_constants', 'known_constants', 'n_holders', 'graph_inputs', 'compile_graph', 'run_graph',
+           'send_constants', 'known_constants', 'n_holders', 'graph_inputs', 'compile_graph', 'Dropped', 'run_graph',
            'seed_tensor', 'advance_rng', 'next_seed', 'after_draws', 'n_draws', 'n_syncs', 'n_moves', 'settle_tensors',
            'compute', 'drop_pending', 'shared_scalars']
 
@@ -205,13 +205,16 @@ def compile_graph(
         for t in donated: _XLAC._set_buffer_donation(t, False)
     return h
 
+class Dropped(RuntimeError): "torch_xla keeps a limited number of programs (`XLA_COMPILATION_CACHE_SIZE`), and has dropped this one"
+
 def run_graph(
     handle, # From `compile_graph`
     inputs:list, # XLA tensors that are computed, the random state (`seed_tensor`) among them
 ) -> list: # The graph's outputs, in the order of its roots
     "Run a compiled graph, without waiting for it"
+    try: res = _XLAC._run_cached_graph(handle, inputs)
+    except RuntimeError as e: raise Dropped(str(e)) if 'computation by hash' in str(e) else e
     _runs[0] += 1
-    res = _XLAC._run_cached_graph(handle, inputs)
     return res[:_n_roots[handle]] if handle in _n_roots else res
 
 # %% ../nbs/api/00b_graphs.ipynb #92aa78be

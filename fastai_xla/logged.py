@@ -165,7 +165,12 @@ def _run(self:Logged) -> bool: # Has it been run?
         log._give_up(str(e))
         log.refuse(str(e))
         return False
-    for i,(v,grad) in p.run(log.outside, log.hosts, log.nums).items():
+    try: results = p.run(log.outside, log.hosts, log.nums)
+    except Dropped:
+        leaf.program.remove(p)
+        log._give_up("torch_xla has dropped the step's program")
+        return False
+    for i,(v,grad) in results.items():
         if i in held: log.renew(i, v, grad)
     log.tidy()
     r.learn.xla_opt.ran = True

@@ -130,9 +130,8 @@ def batch(self:Replay) -> bool: # Has the step been done?
         self.why[self.reason] += 1
         return False
     try: self._run(rec, inputs)
-    except RuntimeError as e:
-        if 'computation by hash' not in str(e): raise
-        recs.remove(rec)   # torch_xla keeps a limited number of programs, and has dropped this one
+    except Dropped:
+        recs.remove(rec)
         return self.batch()
     return True
 

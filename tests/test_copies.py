@@ -8,7 +8,11 @@ from fastai.vision.all import *
 from fastai_xla.all import *
 from tests.common import *
 
-modes = dict(recorded=dict(), retraced=dict(replay=False), grouped=dict(steps_per_execution=2))
+class Own(Callback):
+    "Code of the user's, which runs at every step"
+    def after_pred(self): self.learn.pred = self.pred*1.
+
+modes = dict(recorded=dict(), retraced=dict(replay=False), grouped=dict(steps_per_execution=2), logged=dict(cbs=Own()))
 
 def params(learn): return list(learn.model.parameters())
 
@@ -26,9 +30,9 @@ ways = dict(clone=lambda l: [p.detach().clone() for p in params(l)], data=lambda
     expanded=lambda l: [p.detach().expand(1, *p.shape).clone() for p in params(l)], load_state_dict=loaded,
     optimizer=lambda l: [v.clone() for s in l.opt.state.values() for v in s.values() if isinstance(v, torch.Tensor)])
 
-def small_learner(**kwargs):
+def small_learner(cbs=None, **kwargs):
     torch.manual_seed(0)
-    return image_learner(image_dls(n=4*16, n_valid=2*16, shuffle=False), opt_func=Adam).to_xla(**kwargs)
+    return image_learner(image_dls(n=4*16, n_valid=2*16, shuffle=False), opt_func=Adam, cbs=cbs).to_xla(**kwargs)
 
 def read(ts): return [t.detach().cpu() for t in ts]
 

@@ -1,14 +1,14 @@
 "Learners with code of the user's: it runs at every step, only the device's work is replayed; the same numbers as retraced steps"
-import dataclasses, math, random
+import dataclasses, math, os, random
 from functools import partial
 from math import cos, pi
 from types import SimpleNamespace
-import numpy as np, pytest, torch, torch.nn.functional as F
+import numpy as np, own_process, pytest, torch, torch.nn.functional as F
 from torch import nn
 from fastai.basics import *
 from fastai.callback.all import *
 from fastai_xla.all import *
-from fastai_xla.graphs import manual_seed
+from fastai_xla.graphs import compile_graph, manual_seed
 from fastai_xla.capture.known import KnownModule
 from fastai_xla.logged import unknown_code
 
@@ -313,6 +313,26 @@ def test_one_execution_no_compile_no_transfer_to_host():
         assert (c['compiles'], c['executions'], c['to host'], c['fallbacks']) == (0, 1, 0, 0), (phase, c)
         assert c['to device'] <= 2   # the batch; numbers and what the step sends
     assert report.steady['of'].tolist()[0] == 40-2-8 and not learn.xla_opt.replay.plain
+
+def test_a_program_takes_over_the_memory_of_what_it_updates(monkeypatch):
+    "Else each step that waits for the device would hold another copy of the weights"
+    from fastai_xla.capture import program
+    given = []
+    def compiled(roots, donated=()): return given.append(len(donated)) or compile_graph(roots, donated)
+    monkeypatch.setattr(program, 'compile_graph', compiled)
+    _,learn = run(lambda: dict(cbs=lambda: Weight('iter'), opt_func=partial(SGD, mom=.9)), 'auto')
+    n = len(list(learn.model.parameters()))
+    assert given == [2*n, 1]   # weights and their averages; in validation the sum of losses
+
+def test_a_program_that_torch_xla_has_dropped_is_made_again(tmp_path):
+    code = f"""
+import test_log as t
+story = lambda: dict(cbs=lambda: t.Weight('iter'))
+(a,_),(b,learn) = t.run(story, False),t.run(story, 'auto')
+assert a['losses'] == b['losses'] and a['values'] == b['values']
+assert t.counts(learn)[True]['compiled'] > 1 and t.counts(learn)[True]['replayed'] > 20, t.counts(learn)"""
+    res = own_process.run(['-c', code], tmp_path, Path(__file__).parent, os.environ | dict(XLA_COMPILATION_CACHE_SIZE='2'))
+    assert not res.returncode, res.stderr
 
 def test_learners_of_libraries_are_recorded_as_before():
     _,learn = run(lambda: {}, 'auto')

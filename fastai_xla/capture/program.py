@@ -144,7 +144,9 @@ def _compile(self:Program, a, b):
     self.numbers = {}   # (what, dtype) -> places among the inputs
     for k,m in meanings.items(): self.numbers.setdefault((m, b.consts[k].dtype), []).append(k)
     self.fixed = {k: b.ts[k] for k in self.consts}
-    self.n_draws,self.handle = b.n_draws,compile_graph(b.roots)
+    # the memory of what is updated is taken over; else each step that waits for the device would hold another copy of it
+    updated = {name for name,_ in b.updated if name[0] == 'outside'}
+    self.n_draws,self.handle = b.n_draws,compile_graph(b.roots, [t for t,name in zip(b.ts, b.sources) if name in updated])
     self._find_places()
     return True
 
