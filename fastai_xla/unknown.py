@@ -106,7 +106,12 @@ class OptStep:
         self.params = [p for pg in groups_of(inner) for p in pg]
         of = [(p, s) for p in self.params if (s := inner.state.get(p))]
         self.states = [s for _,s in of]
-        own = [(s, k, v) for s in self.states for k,v in s.items() if isinstance(v, torch.Tensor) and v.is_xla]
+        own,self.counts = [],[]
+        for s in self.states:
+            for k,v in s.items():
+                if type(v) is int: self.counts.append((s, k, v))
+                elif isinstance(v, torch.Tensor) and v.is_xla: own.append((s, k, v))
+                elif is_number(v): self.counts.append((s, k, get_number(s, k)))
         self.places = own + [(inner.state, p, s) for p,s in of]
         return [*self.params, *(v for *_,v in own)]
 
@@ -115,11 +120,11 @@ class OptStep:
 # %% ../nbs/api/06aba_unknown.ipynb #62d48c0b
 @patch
 def taken(self:OptStep):
-    "The numbers as they are now"
+    "The numbers as they are now, those of the state as of `tensors`"
     inner = innermost(self.opt)
     hypers = [(h, k, get_number(h, k)) for h in hypers_of([inner]) for k in number_keys(h)]
     own = [vars(o) for o in {id(o): o for o in (self.opt, inner)}.values()]
-    return hypers + [(s, k, v if type(v) is int else get_number(s, k)) for s in (*self.states, *own) for k,v in s.items() if is_number(v)]
+    return hypers + self.counts + [(s, k, get_number(s, k)) for s in own for k,v in s.items() if is_number(v)]
 
 @patch
 def guard(self:OptStep):
@@ -127,7 +132,7 @@ def guard(self:OptStep):
     inner = innermost(self.opt)
     def flag(v): return v if not isinstance(v, (int, float, tuple)) or isinstance(v, bool) else type(v)
     hypers = [[(k, flag(v)) for k,v in h.items() if k != 'params'] for h in hypers_of([inner])]
-    return OptGuard(self.params, (hypers, [(id(s), *s) for s in self.states], [*map(id, hypers_of([inner]))],
+    return OptGuard(self.params, (hypers, [*map(id, self.states)], [*map(tuple, self.states)], [*map(id, hypers_of([inner]))],
                                   list(getattr(inner, 'cbs', ()))))
 
 @patch
@@ -137,7 +142,9 @@ def ran(self:OptStep, taken):
 
 @patch
 def after(self:OptStep, node):
-    for d,k in node.counts: put_number(d, k, get_number(d, k)+1)
+    for d,k in node.counts:
+        if type(d[k]) is int: d[k] += 1
+        else: put_number(d, k, get_number(d, k)+1)
 
 # %% ../nbs/api/06aba_unknown.ipynb #a7fadf1e
 def is_number(v):

@@ -11,7 +11,9 @@ __all__ = ['T', 'P', 'questions', 'hook_calls', 'makers', 'arithmetic_of_ints', 
 
 # %% ../../nbs/api/05k_capture.calls.ipynb #269797f3
 import sys
+from bisect import bisect_right
 from contextlib import contextmanager
+from operator import attrgetter
 
 import numpy as np
 import torch
@@ -150,7 +152,8 @@ def node_of(
     i:int, # Origin of a result
 ) -> Node:
     "The call that has given result `i`"
-    return next(n for n in reversed(log_path) if n.news and n.base <= i)
+    at = bisect_right(log_path, i, key=attrgetter('base'))
+    return next(n for n in reversed(log_path[:at]) if n.news)
 
 # %% ../../nbs/api/05k_capture.calls.ipynb #6cf0fea2
 def mask_of(
