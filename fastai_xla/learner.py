@@ -218,7 +218,7 @@ _not_there = ("This learner has not been trained on an XLA device, so there is n
 
 def _report(learn):
     cb,held = learn.xla_opt,held_text(learn.model, innermost(learn.opt).state if learn.opt else {})
-    return XLAReport(cb.log, cb.replay and cb.replay.plain, cb.replay and cb.replay.beside, held)
+    return XLAReport(cb.log, cb.replay and cb.replay.fit.plain, cb.replay and cb.replay.fit.beside, held)
 
 @patch
 def xla_report(self:Learner) -> XLAReport: # Tables of compiles, executions, transfers and fallbacks
