@@ -224,3 +224,18 @@ def why_again(self:Kinds) -> str: # Empty where it is the first
     if not keys: return ''
     changed,topics = self.again.changed.get(kind) or [],differing(self.key, keys)
     return ', '.join(changed + [t for t in topics if not (changed and t in _explained)])
+
+def _batch_text(batch_key):
+    _,n_steps,_,_,leaves = batch_key
+    leaves = leaves[:len(leaves)//(n_steps or 1)]
+    shapes = ' '.join(str(tuple(o[0])) if isinstance(o, tuple) else str(o) for o in leaves)
+    return f'{n_steps} x {shapes}' if (n_steps or 1) > 1 else shapes
+
+@patch
+def told(self:Kinds) -> Counter: # (phase, kind of batch) -> recordings that serve it
+    "What a report says of the kinds of batches in this fit"
+    res = Counter()
+    for key in self.used:
+        n = 0 if isinstance(recs := self.recs.get(key, ''), str) else len(recs)
+        if n: res['training' if key['training'] else 'validation', _batch_text(key['the batch'])] += n
+    return res
