@@ -110,7 +110,7 @@ def start(self:Kinds):
     "Begin a fit: what recordings are kept"
     for key in [k for k in self.held if k not in self.used]: del self.recs[key],self.held[key]   # not used in the last fit
     for key,recs in self.recs.items():
-        if not isinstance(recs, str): self.recs[key] = [r for r in recs if not r.reads.moved()]
+        if not isinstance(recs, str): self.recs[key] = [r for r in recs if not r.guards.reads.moved()]
         elif recs in self.moving: self.recs[key] = []
     self.used,self.key = set(),None
     self.again.start()

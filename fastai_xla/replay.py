@@ -124,7 +124,7 @@ def do_batch(self:Replay) -> bool: # Has the step been done?
 def _is_shared(self:Replay, rec):
     "Does somebody hold an alias of what the step updates? It is looked for where a user's code may have run"
     fit = self.fit
-    fit.shared = (self.learn.iter == 0 or fit.shared or self.step.user_callbacks()) and not rec.alone()
+    fit.shared = (self.learn.iter == 0 or fit.shared or self.step.user_callbacks()) and not rec.guards.alone()
     if fit.shared:
         fit.reason = aliased
         self.reasons.why[aliased] += 1
@@ -159,18 +159,18 @@ def _tell_beside(self:Replay, rec):
 def _run(self:Replay, rec, inputs, same):
     learn,step,b,rng = self.learn,self.step,self.step.batch,rng_state()
     done = rec.run(inputs, same)
-    learn.xla_opt.ran,self.kinds.regraded = True,rec.regrades
+    learn.xla_opt.ran,self.kinds.regraded = True,rec.results.regrades
     self._tell_beside(rec)
     self.stream.end()
-    if not b.later and step.user_callbacks(): self.stream.after_step(rng, rec.n_draws)
-    for m,n in rec.advances: m.advance(n)
+    if not b.later and step.user_callbacks(): self.stream.after_step(rng, rec.results.n_draws)
+    for m,n in rec.beside.advances: m.advance(n)
     self.leave_autocast()
     for m,*steps in zip(step.parts.keeping, *(d['kept'] for d in done)):
         for lists in steps:
             for n,new in zip(lists_of(m), lists): getattr(m, n).extend(new)
-    b.results = [(d, rec.left[j]) for j,d in enumerate(done)]
+    b.results = [(d, rec.beside.left[j]) for j,d in enumerate(done)]
     self.take(0)
-    if rec.end: raise rec.end()
+    if rec.beside.end: raise rec.beside.end()
 
 # %% ../nbs/api/06b_replay.ipynb #efd78783
 @patch

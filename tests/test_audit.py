@@ -86,4 +86,4 @@ def test_functions_of_the_users_are_watched_where_there_are_any(loss):
     with learn.no_bar(), learn.no_logging(): learn.fit(2, 1e-2)
     recs = [r for recs in learn.xla_opt.replay.kinds.recs.values() for r in recs]
     assert len(recs) == 2 and sum(learn.xla_opt.replay.fit.audits.values()) > 0
-    assert all(r.users == (not isinstance(loss, CrossEntropyLossFlat)) for r in recs)
+    assert all(r.guards.users == (not isinstance(loss, CrossEntropyLossFlat)) for r in recs)

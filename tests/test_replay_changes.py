@@ -12,7 +12,7 @@ from common import *
 from scenarios.base import counting
 from test_replay_matrix import differences, left_behind
 from fastai_xla.all import *
-from fastai_xla.capture import recording, step
+from fastai_xla.capture import plan, step
 from fastai_xla.capture.step import Trace
 from fastai_xla.capture.recording import Recording
 from fastai_xla.capture.values import Numbers
@@ -534,7 +534,7 @@ _now,_add = Watch.now,Numbers._add
 def all_but_lr(self, d, *args, **kwargs): return None if 'lr' in d and 'mom' in d else _add(self, d, *args, **kwargs)
 controls = dict(lr=(one_cycle, [(Numbers, '_add', all_but_lr), (Recording, 'verify', noop)]),
     grad=(during(grads), [(Watch, 'now', lambda self: (_now(self)[0], [o for o in _now(self)[1] if not isinstance(o, bool)]))]),
-    seed=(one_cycle, [(recording, 'advance_rng', noop)]),
+    seed=(one_cycle, [(plan, 'advance_rng', noop)]),
     counter=(counts, [(Trace, '_count', noop)]), log=(logs, [(step, 'no_effects', nullcontext)]))
 
 @pytest.mark.parametrize('name', controls)
