@@ -58,6 +58,7 @@ class LoggedBatch:
         self.mets,self.keeping,self.others = [],[],[]   # as of `LearnerStep.metrics`
         self.smooth = None   # value of the smoothed loss
 
+# %% ../nbs/api/06bb_logged.ipynb #06bb0f11
 class Logged:
     "The batches of a learner with code of the user's"
     def __init__(self,

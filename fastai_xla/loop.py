@@ -135,6 +135,7 @@ def _by(f, learn, i, b):
         _close(learn, r)
         r.step.batch.begun = False
 
+# %% ../nbs/api/06c_loop.ipynb #06c00f01
 @patch
 def _do_one_batch(self:Learner):
     r = _replay(self)

@@ -66,6 +66,7 @@ def _recordable(actors, inputs):
         raise Refused("a batch has a graph of its own, through which gradients flow "
                       "once; `detach()` the dataset's items where they need none")
 
+# %% ../nbs/api/06ab_recordings.ipynb #06ab0f01
 @patch
 def _record(self:Recordings, inputs):
     learn,step,states = self.learn,self.step,self.kinds.states

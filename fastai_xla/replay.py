@@ -120,6 +120,7 @@ def do_batch(self:Replay) -> bool: # Has the step been done?
         return self.do_batch()
     return True
 
+# %% ../nbs/api/06b_replay.ipynb #06b00f01
 @patch
 def _is_shared(self:Replay, rec):
     "Does somebody hold an alias of what the step updates? It is looked for where a user's code may have run"

@@ -117,11 +117,11 @@ class XLAReport:
     def clean(self) -> bool: # Do the steady batches keep the step contract?
         return not any(v for p in _warm_up for k,v in self.per_batch(p).items() if k in ('compiles', 'to host', 'fallbacks'))
 
-    @property
-    def empty(self) -> bool: # Has there been no fit yet?
-        return self.watch is None and not any(self.log.batches.values()) and not self.log.compiled
-
 # %% ../nbs/api/02_report.ipynb #0a5d3f48
+@patch(as_prop=True)
+def empty(self:XLAReport) -> bool: # Has there been no fit yet?
+    return self.watch is None and not any(self.log.batches.values()) and not self.log.compiled
+
 @patch
 def _parts(self:XLAReport):
     return (('The fit', self.totals), ('Per steady batch', self.steady), ('Recordings', self.recordings), ('Compiled', self.compiled))
@@ -179,7 +179,8 @@ def _notes(self:XLAReport):
     for what,n in self.beside.items(): yield f"{n} batch{'es' if n > 1 else ''} ran a program beside the step: {what}."
     for what,n in self.again.items(): yield f"Recorded again{f' ({n} times)' if n > 1 else ''}: {what}."
     audits = ' and '.join(f'{n} {p}' for p,n in self.audits.items() if n)
-    if audits: yield f"Audits: {audits} step{'s' if sum(self.audits.values()) > 1 else ''} traced once more, and compared with what is replayed."
+    steps = 'steps' if sum(self.audits.values()) > 1 else 'step'
+    if audits: yield f"Audits: {audits} {steps} traced once more, and compared with what is replayed."
     if text := precision_text(): yield text
     if self.watch is None and not self.clean:
         yield ("Which lines these come from, and why: `learn.xla_report(causes=True)`, which looks at a few batches, "

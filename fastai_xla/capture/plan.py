@@ -109,29 +109,33 @@ class Plan:
         self.order = [place[k] if k in place else len(states) + self.draws.index(i) if kind == 'seed' else n+i
                       for k,(kind,i) in enumerate(graph.sources)]
 
-    def state(self) -> list: # Tensors
-        "The state as it is now"
-        return [d[k] for d,k in self.items] + [f(*a) for f,*a in self.readers]
+# %% ../../nbs/api/05gb_capture.plan.ipynb #05gb1f01
+@patch
+def state(self:Plan) -> list: # Tensors
+    "The state as it is now"
+    return [d[k] for d,k in self.items] + [f(*a) for f,*a in self.readers]
 
-    def seeds(self,
-        n_steps:int, # How many are one
-    ) -> list: # Tensors
-        "The random state of each step that draws; afterwards that after them all is there"
-        res = []
-        for j in range(n_steps):
-            if j in self.draws: res.append(seed_tensor())
-            advance_rng()
-        return res
+@patch
+def seeds(self:Plan,
+    n_steps:int, # How many are one
+) -> list: # Tensors
+    "The random state of each step that draws; afterwards that after them all is there"
+    res = []
+    for j in range(n_steps):
+        if j in self.draws: res.append(seed_tensor())
+        advance_rng()
+    return res
 
-    def send(self,
-        values:list, # Of the tape
-    ) -> list: # Tensors
-        "The numbers, of which those that have changed are sent"
-        sent = self.sent
-        new = [(j, i, dtype) for j,(i,dtype) in enumerate(self.scalars) if sent[j] is None or sent[j][0] != values[i]]
-        for (j,i,_),t in zip(new, send_batch([torch.tensor(values[i], dtype=dtype) for _,i,dtype in new], self.device)):
-            sent[j] = values[i],t
-        return [t for _,t in sent]
+@patch
+def send(self:Plan,
+    values:list, # Of the tape
+) -> list: # Tensors
+    "The numbers, of which those that have changed are sent"
+    sent = self.sent
+    new = [(j, i, dtype) for j,(i,dtype) in enumerate(self.scalars) if sent[j] is None or sent[j][0] != values[i]]
+    for (j,i,_),t in zip(new, send_batch([torch.tensor(values[i], dtype=dtype) for _,i,dtype in new], self.device)):
+        sent[j] = values[i],t
+    return [t for _,t in sent]
 
 # %% ../../nbs/api/05gb_capture.plan.ipynb #05gb10011
 class Results:
