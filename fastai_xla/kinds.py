@@ -59,11 +59,11 @@ class Again:
     def __init__(self):
         self.settings,self.changed = {},{}   # kind of batch -> settings where its key was new last; those that had changed
         self.names = 'something'   # of those that have changed last
-        self.start()
+        self.times,self.why = Counter(),Counter()   # kind of batch -> new keys in this fit; why it was recorded again -> times
 
     def start(self):
         "Begin a fit"
-        self.times,self.why = Counter(),Counter()   # kind of batch -> new keys in this fit; why it was recorded again -> times
+        self.times,self.why = Counter(),Counter()   # a report may still hold the last fit's
 
     def note(self,
         kind:tuple, # Kind of batch
