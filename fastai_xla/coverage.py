@@ -48,8 +48,9 @@ class _Costs(Callback):
     def after_train(self): self.ms = (time.perf_counter()-self.start)/max(self.iter+1, 1)*1e3
     def after_batch(self):
         now,r = xla_counts(),self.learn.xla_opt.replay if hasattr(self.learn, 'xla_opt') else None
-        if not (r and r.auditing):   # an audit reads the constants
-            self.rows.append(SimpleNamespace(training=self.training, i=self.iter, cost=now-self.last, traced=bool(r and r.tracing),
+        b = r and r.step.batch
+        if not (b and b.auditing):   # an audit reads the constants
+            self.rows.append(SimpleNamespace(training=self.training, i=self.iter, cost=now-self.last, traced=bool(b and b.tracing),
                 replayed=getattr(self.learn, 'replayed', None) is not None))
         self.last = now
 

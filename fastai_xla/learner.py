@@ -211,6 +211,26 @@ def _do_fit(self:Learner):
         if where: raise RuntimeError(f'{e}\n{where}') from e
         raise
 
+# %% ../nbs/api/07_learner.ipynb #07rec001
+_phase = {True: 'training', False: 'validation'}
+
+def _n_programs(log):
+    "Programs of all paths of a log"
+    n,todo = 0,[log.root]
+    while todo:
+        node = todo.pop()
+        n += len(node.program or ())
+        todo += node.kids
+    return n
+
+def _told(replay):
+    "What a report says of the batches of the last fit"
+    fit,log,recorded,again = replay.fit,replay.by_log,replay.kinds.told(),dict(replay.kinds.again.why)
+    if log:
+        recorded |= {(_phase[training], 'paths of your code'): n for training,o in log.logs.items() if (n := _n_programs(o))}
+        again |= log.fit.again
+    return dict(plain=fit.plain, beside=fit.beside, audits={p: fit.audits[t] for t,p in _phase.items()}, recorded=recorded, again=again)
+
 # %% ../nbs/api/07_learner.ipynb #74258936
 _last_reports = WeakKeyDictionary()   # learner that has been on XLA -> its last report; as an attribute it would be exported
 _not_there = ("This learner has not been trained on an XLA device, so there is nothing to report. "
@@ -218,7 +238,7 @@ _not_there = ("This learner has not been trained on an XLA device, so there is n
 
 def _report(learn):
     cb,held = learn.xla_opt,held_text(learn.model, innermost(learn.opt).state if learn.opt else {})
-    return XLAReport(cb.log, cb.replay and cb.replay.plain, cb.replay and cb.replay.beside, held)
+    return XLAReport(cb.log, note=held, **(_told(cb.replay) if cb.replay else {}))
 
 @patch
 def xla_report(self:Learner) -> XLAReport: # Tables of compiles, executions, transfers and fallbacks

@@ -85,7 +85,7 @@ def _all_batches(self):
             elif other or len(raws) == 1 or len(raws) < r.n_steps or _unfolded(self) or not r.several(i, raws):
                 for j,b in enumerate(raws): one(self, i+j, b)
             i += len(raws)
-    finally: r.looping = r.quiet = False
+    finally: r.looping = r.step.batch.quiet = False
 
 # %% ../nbs/api/06c_loop.ipynb #acbdef70
 @patch
@@ -96,7 +96,7 @@ def _logged_batches(self:Learner, log, i, raws):
         self.iter = i+j
         if watched(): r.traced_batch(b, looked_at)
         elif log.serves(): log.one_batch(b)
-        elif why := log.off[self.training]: r.traced_batch(b, why)
+        elif why := log.fit.off[self.training]: r.traced_batch(b, why)
         else: _one_batch(self, i+j, b)
 
 # %% ../nbs/api/06c_loop.ipynb #bdcf89ea
@@ -107,38 +107,48 @@ def one_batch(self:Learner, i, b):
     if r is None: return self._under_one_batch(i, b)
     if not _as_fastais(Learner._under_one_batch): return _by(Learner._under_one_batch, self, i, b)
     self.iter,self.replayed = i,None
-    if not r.begun: r.begin()
-    r.begun = False
-    folds = isinstance(b, RawBatch) and r.folds() and not _unfolded(self)
-    r.raws,r.later = [b] if folds else None,[]
+    state = _begun(r)
+    state.begun = False
+    folds = isinstance(b, RawBatch) and r.step.folds() and not _unfolded(self)
+    state.raws,state.later = [b] if folds else None,[]
     b = b.raw if folds else b.batch() if isinstance(b, RawBatch) else self._set_device(b)
     try:
         self._split(b)
         self._with_events(self._do_one_batch, 'batch', CancelBatchException)
-    finally: r.open,r.raws,self.replayed = False,None,None   # what is done by hand is fastai's
+    finally: _close(self, r)   # what is done by hand is fastai's
 
 _one_batch = Learner.one_batch
+
+def _begun(r): return r.step.batch if r.step.batch.begun else r.begin()
+
+def _close(learn, r):
+    b,learn.replayed = r.step.batch,None
+    b.open,b.raws = False,None
 
 def _by(f, learn, i, b):
     "A batch by a `one_batch` that is not ours, which is given what fastai gives it"
     r,learn.replayed = _replay(learn),None
-    if not r.begun: r.begin()
-    r.raws,r.later,r.quiet,r.begun = None,[],False,True   # `f` may change anything
+    state = _begun(r)
+    state.raws,state.later,state.quiet,state.begun = None,[],False,True   # `f` may change anything
     try: f(learn, i, b.batch() if isinstance(b, RawBatch) else b)
-    finally: r.open,r.begun,learn.replayed = False,False,None
+    finally:
+        _close(learn, r)
+        r.step.batch.begun = False
 
+# %% ../nbs/api/06c_loop.ipynb #06c00f01
 @patch
 def _do_one_batch(self:Learner):
     r = _replay(self)
-    if r is None or not r.open: return do_step(self)
-    if r.batch(): return
-    if r.raws is not None:
-        r.transform()
-        r.raws,r.apart = None,r.reason
-        if not r.interrupt and r.batch(): return
-    r.plain[r.reason] += 1
+    if r is None or not r.step.batch.open: return do_step(self)
+    if r.do_batch(): return
+    b = r.step.batch
+    if b.raws is not None:
+        r.step.transform()
+        b.raws,b.apart = None,r.fit.reason
+        if not b.interrupt and r.do_batch(): return
+    r.fit.plain[r.fit.reason] += 1
     do_step(self)
-    if r.interrupt: raise r.interrupt   # of the keyboard; a callback that has raised it has done so again by now
+    if b.interrupt: raise b.interrupt   # of the keyboard; a callback that has raised it has done so again by now
 
 # %% ../nbs/api/06c_loop.ipynb #5b1f09ac
 def _says_grad(f):
@@ -162,11 +172,12 @@ def _call_one(self:Learner, event_name):
         with zeros_shown(self.model.parameters() if any(map(_reads_grads, self.cbs)) else ()): return self._under__call_one(event_name)
     if not hasattr(event, event_name): raise Exception(f'missing {event_name}')
     r = _replay(self)
-    cbs = ordered(self) if r is None or event_name == 'after_fit' else list(r.acting(event_name))
+    step = r.step if r else None
+    cbs = ordered(self) if step is None or event_name == 'after_fit' else list(step.acting(event_name))
     for cb in cbs:
         # `Replay` does that after the batch transforms
-        if event_name == 'before_batch' and r and r.raws and (isinstance(cb, CastToTensor) or mixes(cb)): continue
-        reads = _reads_grads(cb) if r is None else cb in r.acting('reads gradients', _reads_grads)
+        if event_name == 'before_batch' and step and step.batch.raws and (isinstance(cb, CastToTensor) or mixes(cb)): continue
+        reads = _reads_grads(cb) if step is None else cb in step.acting('reads gradients', _reads_grads)
         with zeros_shown(self.model.parameters()) if reads else nullcontext(): cb(event_name)
 
 _here = Learner._call_one
@@ -175,7 +186,7 @@ _here = Learner._call_one
 @patch
 def _hold(self:Replay):
     "The hyper-parameters as they are now"
-    return {(i, k): get_number(h, k) for i,h in enumerate(hypers_of(self.optimizers())) for k in number_keys(h)}
+    return {(i, k): get_number(h, k) for i,h in enumerate(hypers_of(self.step.optimizers())) for k in number_keys(h)}
 
 @patch
 def _before_each(self:Replay, i, raws):
@@ -186,7 +197,7 @@ def _before_each(self:Replay, i, raws):
     for j,b in enumerate(raws):
         if j: next_batch(learn)
         learn._split(b.raw)
-        for cb in self.acting('before_batch'):
+        for cb in self.step.acting('before_batch'):
             if not isinstance(cb, (MixedPrecision, CastToTensor)) and not mixes(cb): cb('before_batch')
         held.append(self._hold())
     learn.__dict__.update(start, iter=i)
@@ -196,13 +207,15 @@ def _before_each(self:Replay, i, raws):
 @patch
 def _singly(self:Replay) -> str:
     "Why steps cannot be recorded as one; empty if they may be"
-    if not self.folds(): return f"{names_of(self.acting('looks at the batch', _looks))} looks at each batch before its step"
-    return "the step changes an object that a callback, the loss or a layer keeps" if self._helpers() else ''
+    step = self.step
+    if not step.folds(): return f"{names_of(step.acting('looks at the batch', _looks))} looks at each batch before its step"
+    return "the step changes an object that a callback, the loss or a layer keeps" if step.held_helpers() else ''
 
 @patch
 def _tell_singly(self:Replay, why) -> bool: # Is there a reason?
-    if why and not self.singly: warnings.warn(f"`steps_per_execution={self.n_steps}`: the steps of this fit run one by one, as {why}.")
-    self.singly = self.singly or bool(why)
+    fit = self.fit
+    if why and not fit.singly: warnings.warn(f"`steps_per_execution={self.n_steps}`: the steps of this fit run one by one, as {why}.")
+    fit.singly = fit.singly or bool(why)
     return bool(why)
 
 # %% ../nbs/api/06c_loop.ipynb #a5941d57
@@ -212,16 +225,17 @@ def several(self:Replay,
     raws:list, # Batches, as `RawBatch`
 ) -> bool: # Have they been done?
     "Do several batches as one"
-    learn = self.learn
-    if self.failed[learn.training] >= 4 or self._tell_singly(self._singly()): return False
-    self.begin()
-    self.raws = raws
+    learn,step = self.learn,self.step
+    if self.fit.failed[learn.training] >= 4 or self._tell_singly(self._singly()): return False
+    b = self.begin()
+    b.raws = raws
     held = self._before_each(i, raws)
     self._set_hypers(held[0])
-    self.later = self.laters.setdefault(len(raws), [])   # a recording goes on looking there
-    self.later[:] = held[1:]
-    if not self.batch():
-        self._tell_singly(self.kind if isinstance(self.kind, str) else '')
+    b.later = step.laters.setdefault(len(raws), [])   # a recording goes on looking there
+    b.later[:] = held[1:]
+    if not self.do_batch():
+        kind = self.kinds.kind
+        self._tell_singly(kind if isinstance(kind, str) else '')
         self.leave_autocast()   # one by one they enter it themselves
         return False
     for j in range(len(raws)):
@@ -231,10 +245,10 @@ def several(self:Replay,
         self._set_hypers({k: v for k,v in held[j].items() if not j or now.get(k) == held[j-1].get(k)})
         self.take(j)
         self.learn('after_batch')
-    self.open,learn.replayed = False,None
+    b.open,learn.replayed = False,None
     return True
 
 @patch
 def _set_hypers(self:Replay, values):
-    hypers = hypers_of(self.optimizers())
+    hypers = hypers_of(self.step.optimizers())
     for (i,k),v in values.items(): put_number(hypers[i], k, v)

@@ -111,7 +111,7 @@ class XLAOptCallback(Callback):
             settle_tensors()
             if self.replay and n_executions() > before: self.replay.after_step()
         self.ran = False
-        if self.replay: self.replay.advance()
+        if self.replay: self.replay.stream.end()
 
     def before_train(self):    self._between('before training,')
     def after_train(self):     self._between('after training,')
@@ -132,10 +132,10 @@ def before_batch(self:XLAOptCallback):
 def after_batch(self:XLAOptCallback):
     learn,replay = self.learn,self.replay
     others = getattr(getattr(learn, 'replayed', None), 'others', ())   # metrics that are computed after the step
-    self.settle(replay is None or replay.user_callbacks() or bool(others))
+    self.settle(replay is None or replay.step.user_callbacks() or bool(others))
     if self.fitting:
         self.log.batch('training' if learn.training else 'validation',
-                       f'epoch {learn.epoch}, batch {learn.iter}', bool(replay and replay.tracing))
+                       f'epoch {learn.epoch}, batch {learn.iter}', bool(replay and replay.step.batch.tracing))
 
 # %% ../nbs/api/06f_opt_callback.ipynb #79c471a2
 @patch

@@ -9,7 +9,6 @@ __all__ = ['Replay', 'names_of']
 
 # %% ../nbs/api/06b_replay.ipynb #5ca8780c
 import warnings
-from collections import Counter
 from operator import is_
 from types import SimpleNamespace
 
@@ -26,6 +25,7 @@ from .compat.metrics import *
 from .capture.patches import looked_at, watched
 from .capture.state import *
 from .capture.step import *
+from .lifetimes import *
 from .recordings import *
 from .learner_step import _is_user_callback, _looks, _may_change
 
@@ -38,36 +38,25 @@ class Replay(Recordings):
         warn:bool=False, # Warn of batches that cannot be recorded?
     ):
         super().__init__(learn, warn)
-        self.n_steps,self.laters = n_steps,{}
-        self.given = None   # what metrics within the step were computed of
-        self.plain = Counter()   # why batches were retraced -> batches of this fit
-        self.beside = Counter()   # what ran beside the step -> batches of this fit
-        self.singly = False   # has it been told in this fit why steps are not run as one?
-        self.open = False   # within a batch of `one_batch`, and not one that the user has taken apart
-        self.begun = False   # has a `one_batch` in the place of ours begun the batch? It may call ours
+        self.n_steps,self.stream = n_steps,Stream()
         self.looping = False   # in fastai's loop, where nobody's code runs between two batches but callbacks'
-        self.shared = False   # does somebody hold an alias of a parameter?
-        self.moved = False   # has the batch drawn before its step, or is the random state not yet where it leaves it?
-        self.ran_at = None   # `n_moves` after a replayed step, where callbacks may draw or run something
-        self.by_log = None   # what does the batches of a learner with code of the user's
-        self.apart = ''   # why the batch transforms are no part of the step
 
-    def __reduce__(self): return Replay, (self.learn, self.n_steps, self.warn)   # a copy of the learner records for itself
+    def __reduce__(self): return Replay, (self.learn, self.n_steps, self.reasons.warn)   # a copy of the learner records for itself
 
     def start(self):
         "Begin a fit"
         super().start()
-        self.singly = False
-        self.plain.clear()
-        self.beside.clear()
         if self.by_log: self.by_log.start()
 
 # %% ../nbs/api/06b_replay.ipynb #6e4d5462
 @patch
-def begin(self:Replay):
+def begin(self:Replay) -> Batch: # A new one
     "Note the random state at the start of a batch, and whether callbacks may change anything in it"
-    self.seed,self.syncs,self.moved,self.quiet,self.open = rng_state(),n_syncs(),False,False,True
-    self.quiet = self.looping and not self.acting('may change anything', _may_change)
+    self.stream.begin()
+    b = self.step.batch = Batch()
+    b.open = True
+    b.quiet = self.looping and not self.step.acting('may change anything', _may_change)
+    return b
 
 def names_of(
     cbs, # Callbacks
@@ -78,16 +67,17 @@ def names_of(
 @patch
 def after_step(self:Replay):
     "Note that callbacks have left something to compute after a replayed step"
-    names = names_of(self.acting('a user callback', _is_user_callback))
+    names = names_of(self.step.acting('a user callback', _is_user_callback))
     others = ', '.join(m.name for m in getattr(self.learn.replayed, 'others', ()))
-    if names: self.beside[f"what {names} computes around the step"] += 1
-    elif others: self.beside[f"the metrics {others}, computed after the step"] += 1
+    if names: self.fit.beside[f"what {names} computes around the step"] += 1
+    elif others: self.fit.beside[f"the metrics {others}, computed after the step"] += 1
 
 @patch
 def _before_step(self:Replay):
     "What has made the batch that the step is given?"
-    if cbs := self.acting('looks at the batch', _looks): return f"what {names_of(cbs)} computes in before_batch"
-    return f"the batch transforms, which the step cannot hold: {self.apart}" if self.apart else "the batch transforms"
+    if cbs := self.step.acting('looks at the batch', _looks): return f"what {names_of(cbs)} computes in before_batch"
+    apart = self.step.batch.apart
+    return f"the batch transforms, which the step cannot hold: {apart}" if apart else "the batch transforms"
 
 # %% ../nbs/api/06b_replay.ipynb #06b00001
 def _zeros(met, device):
@@ -97,58 +87,55 @@ def _zeros(met, device):
 
 # %% ../nbs/api/06b_replay.ipynb #22ac884c
 @patch
-def batch(self:Replay) -> bool: # Has the step been done?
+def do_batch(self:Replay) -> bool: # Has the step been done?
     "Do the step of this batch as recorded, if that can be"
-    learn,self.tracing,self.auditing,self.interrupt = self.learn,False,False,None
-    if self.failed[learn.training] >= 4: return False   # for the reason that came last
+    learn,fit,step,b = self.learn,self.fit,self.step,self.step.batch
+    b.tracing,b.auditing,b.interrupt = False,False,None
+    if fit.failed[learn.training] >= 4: return False   # for the reason that came last
     if watched():
-        self.reason = looked_at
+        fit.reason = looked_at
         return False
-    inputs,spec = flatten([f.raw for f in self.raws] if self.raws is not None else (learn.xb, learn.yb))
-    recs = self._find(inputs, spec)
+    inputs,spec = flatten([f.raw for f in b.raws] if b.raws is not None else (learn.xb, learn.yb))
+    recs,same = self.kinds.find(inputs, spec)
     if isinstance(recs, str):
-        self.reason = recs
+        fit.reason = recs
         return False
-    for _ in range(n_syncs()-self.syncs): self.seed = next_seed(self.seed)   # a callback has run programs of its own
-    if rng_state() != self.seed:   # the batch has drawn before the step
-        self.moved = True
-        manual_seed(rng_state())
+    self.stream.before_step()
     if any(pending([t for t in inputs if is_xla(t)])):
         settle_tensors()
-        self.beside[self._before_step()] += 1
-    for m in self.mets: _zeros(m, learn.xla_opt.device)
-    rec = next((r for r in recs if r.ready(self.same)), None)
+        fit.beside[self._before_step()] += 1
+    for m in step.parts.mets: _zeros(m, learn.xla_opt.device)
+    rec = next((r for r in recs if r.ready(same)), None)
     try: rec = self._proved(rec, recs, inputs)
     except (Exception, KeyboardInterrupt) as e:
         self._refuse(e)
-        self.interrupt = e if isinstance(e, KeyboardInterrupt) else None
+        step.batch.interrupt = e if isinstance(e, KeyboardInterrupt) else None
         return False
-    if rec.proved: self.failed[learn.training] = 0
-    self.shared = (learn.iter == 0 or self.shared or self.user_callbacks()) and not rec.alone()
-    if self.shared:
-        self.reason = aliased
-        self.why[self.reason] += 1
-        return False
-    try: self._run(rec, inputs)
+    if rec.proved: fit.failed[learn.training] = 0
+    if self._is_shared(rec): return False
+    try: self._run(rec, inputs, same)
     except Dropped:
         recs.remove(rec)
-        return self.batch()
+        return self.do_batch()
     return True
+
+# %% ../nbs/api/06b_replay.ipynb #06b00f01
+@patch
+def _is_shared(self:Replay, rec):
+    "Does somebody hold an alias of what the step updates? It is looked for where a user's code may have run"
+    fit = self.fit
+    fit.shared = (self.learn.iter == 0 or fit.shared or self.step.user_callbacks()) and not rec.guards.alone()
+    if fit.shared:
+        fit.reason = aliased
+        self.reasons.why[aliased] += 1
+    return fit.shared
 
 # %% ../nbs/api/06b_replay.ipynb #1b69a94f
 @patch
-def advance(self:Replay):
-    "A step's random numbers go on where those of the batch before it have ended, and the next batch's from this batch's first"
-    if not self.moved: return
-    nested = 0 if self.ran_at is None else n_moves()-self.ran_at   # what a callback has run
-    manual_seed(self.seed)
-    for _ in range(1+nested): advance_rng()
-    self.moved,self.ran_at = False,None
-
-@patch
 def leave_autocast(self:Replay):
     "Leave the autocast of the learner's `MixedPrecision`, where it has been entered"
-    if self.mixed and torch.is_autocast_enabled('xla'): self.mixed.autocast.__exit__(None, None, None)
+    mixed = self.step.parts.mixed
+    if mixed and torch.is_autocast_enabled('xla'): mixed.autocast.__exit__(None, None, None)
 
 # %% ../nbs/api/06b_replay.ipynb #1b69a950
 @patch
@@ -157,38 +144,42 @@ def tell_others(self:Replay,
 ):
     "Tell of those that run on the host"
     for m in others:
-        if m in on_host: self.beside[f"the metric {m.name}, with numpy on the host, for which predictions are fetched"] += 1
+        if m in on_host: self.fit.beside[f"the metric {m.name}, with numpy on the host, for which predictions are fetched"] += 1
 
 @patch
-def _run(self:Replay, rec, inputs):
-    learn = self.learn
-    rng = rng_state()
-    done = rec.run(inputs, self.same)
-    learn.xla_opt.ran,self.regraded = True,rec.regrades
-    if rec.settled: self.beside["what has changed the model or its optimizer since the step before"] += 1
-    self.tell_others(self.others)
+def _tell_beside(self:Replay, rec):
+    "Note what has run beside a replayed step"
+    learn,beside = self.learn,self.fit.beside
+    if rec.settled: beside["what has changed the model or its optimizer since the step before"] += 1
+    self.tell_others(self.step.parts.others)
     if getattr(learn, 'recorder', None) and not keeps_metrics(learn.recorder):
-        self.beside["the metrics of a Recorder whose methods another package has replaced, which are computed after the step"] += 1
-    self.advance()
-    if not self.later and self.user_callbacks():   # numbers that they draw go on from those of the step
-        manual_seed(after_draws(rng, rec.n_draws))
-        self.moved,self.ran_at = True,n_moves()
-    for m,n in rec.advances: m.advance(n)
+        beside["the metrics of a Recorder whose methods another package has replaced, which are computed after the step"] += 1
+
+@patch
+def _run(self:Replay, rec, inputs, same):
+    learn,step,b,rng = self.learn,self.step,self.step.batch,rng_state()
+    done = rec.run(inputs, same)
+    learn.xla_opt.ran,self.kinds.regraded = True,rec.results.regrades
+    self._tell_beside(rec)
+    self.stream.end()
+    if not b.later and step.user_callbacks(): self.stream.after_step(rng, rec.results.n_draws)
+    for m,n in rec.beside.advances: m.advance(n)
     self.leave_autocast()
-    for m,*steps in zip(self.keeping, *(d['kept'] for d in done)):
+    for m,*steps in zip(step.parts.keeping, *(d['kept'] for d in done)):
         for lists in steps:
             for n,new in zip(lists_of(m), lists): getattr(m, n).extend(new)
-    self.done,self.left = done,rec.left
+    b.results = [(d, rec.beside.left[j]) for j,d in enumerate(done)]
     self.take(0)
-    if rec.end: raise rec.end()
+    if rec.beside.end: raise rec.beside.end()
 
 # %% ../nbs/api/06b_replay.ipynb #efd78783
 @patch
 def _check_given(self:Replay):
     "Warn where a callback has changed what metrics are computed of, after they were"
-    learn,given,self.given = self.learn,self.given,None
-    if self.late or all(map(is_, given, (learn.pred, learn.loss, learn.yb))): return
-    self.late = True
+    learn,step,b = self.learn,self.step,self.step.batch
+    given,b.given = b.given,None
+    if step.late or all(map(is_, given, (learn.pred, learn.loss, learn.yb))): return
+    step.late = True
     warnings.warn("A callback changes `learn.pred`, `learn.loss` or `learn.yb` in `after_batch`, before the recorder looks at "
                   "them. On XLA metrics are part of the step, so those of this batch are without the change; from the next "
                   "batch on they are computed after it. In `after_pred` or `after_loss` the same change costs nothing.")
@@ -198,9 +189,10 @@ def take(self:Replay,
     j:int, # Which step of those that have run as one, from 0
 ):
     "Give the learner what the step has left"
-    learn,done = self.learn,self.done[j]
+    learn,b = self.learn,self.step.batch
+    done,left = b.results[j]
     learn.xb,learn.yb,learn.pred,learn.loss = (done[k] for k in ('xb', 'yb', 'pred', 'loss'))
-    for (d,k),v in zip(self.left[j], done['left']): d[k] = v   # of several steps, each its own
+    for (d,k),v in zip(left, done['left']): d[k] = v   # of several steps, each its own
     if 'loss_grad' in done: learn.loss_grad = done['loss_grad']
-    learn.replayed = SimpleNamespace(others=self.others, smooth_loss=done.get('smooth_loss'), check=self._check_given)
-    self.given = learn.pred,learn.loss,learn.yb
+    learn.replayed = SimpleNamespace(others=self.step.parts.others, smooth_loss=done.get('smooth_loss'), check=self._check_given)
+    b.given = learn.pred,learn.loss,learn.yb

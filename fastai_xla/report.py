@@ -87,9 +87,13 @@ class XLAReport:
         plain:dict|None=None, # Why batches were retraced instead of replayed -> how many
         beside:dict|None=None, # What ran as a program of its own beside a replayed step -> in how many batches
         note:str='', # A sentence for the end
+        recorded:dict|None=None, # (phase, kind of batch) -> its recordings
+        audits:dict|None=None, # Phase -> steps that were traced once more and compared
+        again:dict|None=None, # What was another where a kind of batch was recorded again -> how often
     ):
         self.note = note
         self.log,self.plain,self.beside = log or CostLog(),plain or {},beside or {}
+        self.recorded,self.audits,self.again = recorded or {},audits or {},again or {}
         self.costs,self.compiled = self.log.costs,pd.DataFrame(self.log.compiled, columns=['where', 'compiles', 'seconds'])
         self.watch = self.log.watch
 
@@ -105,16 +109,22 @@ class XLAReport:
             index=[f'{p} batch' for p in _warm_up])
 
     @property
+    def recordings(self):
+        cols = ['phase', 'batch', 'recordings']
+        return pd.DataFrame([(*kind, n) for kind,n in sorted(self.recorded.items())], columns=cols).set_index('phase')
+
+    @property
     def clean(self) -> bool: # Do the steady batches keep the step contract?
         return not any(v for p in _warm_up for k,v in self.per_batch(p).items() if k in ('compiles', 'to host', 'fallbacks'))
 
-    @property
-    def empty(self) -> bool: # Has there been no fit yet?
-        return self.watch is None and not any(self.log.batches.values()) and not self.log.compiled
-
 # %% ../nbs/api/02_report.ipynb #0a5d3f48
+@patch(as_prop=True)
+def empty(self:XLAReport) -> bool: # Has there been no fit yet?
+    return self.watch is None and not any(self.log.batches.values()) and not self.log.compiled
+
 @patch
-def _parts(self:XLAReport): return (('The fit', self.totals), ('Per steady batch', self.steady), ('Compiled', self.compiled))
+def _parts(self:XLAReport):
+    return (('The fit', self.totals), ('Per steady batch', self.steady), ('Recordings', self.recordings), ('Compiled', self.compiled))
 
 @patch
 def __repr__(self:XLAReport):
@@ -167,6 +177,10 @@ def _notes(self:XLAReport):
     if looks: yield f"{looks} of the transfers to the host were progress-bar reads (once a second); they are left out per batch."
     for why,n in self.plain.items(): yield f"{n} batch{'es were' if n > 1 else ' was'} retraced: {why}."
     for what,n in self.beside.items(): yield f"{n} batch{'es' if n > 1 else ''} ran a program beside the step: {what}."
+    for what,n in self.again.items(): yield f"Recorded again{f' ({n} times)' if n > 1 else ''}: {what}."
+    audits = ' and '.join(f'{n} {p}' for p,n in self.audits.items() if n)
+    steps = 'steps' if sum(self.audits.values()) > 1 else 'step'
+    if audits: yield f"Audits: {audits} {steps} traced once more, and compared with what is replayed."
     if text := precision_text(): yield text
     if self.watch is None and not self.clean:
         yield ("Which lines these come from, and why: `learn.xla_report(causes=True)`, which looks at a few batches, "

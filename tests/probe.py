@@ -16,7 +16,7 @@ class Probe(Callback):
     def after_batch(self):
         now,replay = xla_counts(),getattr(getattr(self.learn, 'xla_opt', None), 'replay', None)
         cost,self.last = now-self.last,now
-        cost.traced,cost.audited = bool(replay and replay.tracing),bool(replay and replay.auditing)
+        cost.traced,cost.audited = bool(replay and replay.step.batch.tracing),bool(replay and replay.step.batch.auditing)
         self.rows.append((self.training, self.iter, cost))
     def steady(self, training, late=0):
         """Costs of the batches of the last fit that the contract is about

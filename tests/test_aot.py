@@ -123,7 +123,7 @@ def test_no_step_is_run(monkeypatch):
     state = rng_state()
     train,valid = take_programs(learn)
     assert (train.kind, train.why, valid.kind, valid.why) == ('training step', '', 'validation step', '')
-    assert learn.opt is None and rng_state() == state and not learn.xla_opt.replay.recs
+    assert learn.opt is None and rng_state() == state and not learn.xla_opt.replay.kinds.recs
 
 def test_program_is_the_one_that_is_run():
     "Without the locations it is the text of the program that a fit compiles, but for the order of equal things"

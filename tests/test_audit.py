@@ -63,7 +63,7 @@ def test_a_change_within_an_epoch_is_found_at_the_next_power_of_two(numbers_unse
 
 def test_audits_of_a_step_that_does_not_change_cost_nothing_else():
     _,told,learn = losses_of(lambda o, learn, l: l, n=4)
-    audits,report = learn.xla_opt.replay.audits,learn.xla_report()
+    audits,report = learn.xla_opt.replay.fit.audits,learn.xla_report()
     assert not told and not report.plain
     assert audits == {True: 2+3, False: 1+3}   # at the 2nd and 4th batch of 8, at the 2nd of 4, and where epochs begin
     assert report.per_batch() | {'to device': 0} == {'compiles': 0, 'executions': 1, 'to host': 0, 'to device': 0, 'fallbacks': 0}
@@ -84,6 +84,6 @@ def test_functions_of_the_users_are_watched_where_there_are_any(loss):
     "The profiler's hook is three quarters of an audit's time"
     learn = image_learner(loss_func=loss).to_xla()
     with learn.no_bar(), learn.no_logging(): learn.fit(2, 1e-2)
-    recs = [r for recs in learn.xla_opt.replay.recs.values() for r in recs]
-    assert len(recs) == 2 and sum(learn.xla_opt.replay.audits.values()) > 0
-    assert all(r.users == (not isinstance(loss, CrossEntropyLossFlat)) for r in recs)
+    recs = [r for recs in learn.xla_opt.replay.kinds.recs.values() for r in recs]
+    assert len(recs) == 2 and sum(learn.xla_opt.replay.fit.audits.values()) > 0
+    assert all(r.guards.users == (not isinstance(loss, CrossEntropyLossFlat)) for r in recs)

@@ -28,4 +28,4 @@ def test_batch_of_ones_own_tuple_class_is_replayed(cls):
     steady = xla.xla_report().per_batch('training')
     assert (steady['compiles'],steady['to host'],steady['fallbacks']) == (0, 0, 0), steady
     assert steady['executions'] <= 1.2, steady   # an audit now and then
-    assert not xla.xla_opt.replay.plain
+    assert not xla.xla_opt.replay.fit.plain

@@ -149,7 +149,7 @@ def test_numbers_that_a_callback_keeps():
     out = says("""
 learn = cases.images(cbs=CutMix()).to_xla(devices='all')
 with learn.no_bar(), learn.no_logging(): learn.fit(2, 1e-3)
-print(dict(learn.xla_opt.replay.plain))""")
+print(dict(learn.xla_opt.replay.fit.plain))""")
     assert out.strip() == '{}', out
 
 def test_mesh_of_two_axes():

@@ -161,7 +161,7 @@ def test_metric_in_numpy(replay):
 def test_steps_beside_a_metric_in_numpy_are_replayed():
     learn = learner(metrics=error_np).to_xla()
     fitted(learn, 4)
-    assert sum(learn.xla_opt.replay.plain.values()) <= 1
+    assert sum(learn.xla_opt.replay.fit.plain.values()) <= 1
     cost = learn.xla_report().per_batch('validation')
     assert (cost['executions'], cost['compiles'], cost['to host']) == (1, 0, 1)
 

@@ -278,4 +278,4 @@ def test_a_loss_whose_graph_is_gone_is_told():
         cb.last = (cb.x*cb.w).mean()
     learn = user_learner(**hooked(before_fit=before_fit, after_loss=after_loss))
     with pytest.warns(UserWarning, match='no gradient flows back'): fit(learn, 2)
-    assert any('graph from before the step' in k for k in learn.xla_opt.replay.why)
+    assert any('graph from before the step' in k for k in learn.xla_opt.replay.reasons.why)

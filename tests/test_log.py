@@ -44,7 +44,7 @@ def run(story, replay, xla=True, n=3):
                 sd=host(learn.model.state_dict()), see=host(see(learn)))
     return left,learn
 
-def counts(learn): return learn.xla_opt.replay.by_log.counts
+def counts(learn): return learn.xla_opt.replay.by_log.fit.counts
 
 def agree(story, branches=1, valid=1, tol=0., cpu=True, n=3):
     "Replayed as retraced, and as on the CPU; traced only where a path is new"
@@ -56,7 +56,7 @@ def agree(story, branches=1, valid=1, tol=0., cpu=True, n=3):
             else: assert x == y, (k, x, y)
     train,val = counts(learn)[True],counts(learn)[False]
     if branches is not None:
-        assert train['traced'] == branches and not train['refused'], (train, learn.xla_opt.replay.why)
+        assert train['traced'] == branches and not train['refused'], (train, learn.xla_opt.replay.reasons.why)
         assert train['replayed'] == 10*n - branches
         if valid is not None: assert (val['traced'], val['refused']) == (valid, 0)
     if cpu:
@@ -94,7 +94,7 @@ hows = ['list', 'interp', 'cos', 'and', 'floor', 'ramp from 1', 'linspace', 'ite
 @pytest.mark.parametrize('how', hows)
 def test_a_number(how):
     learn = agree(lambda: dict(cbs=lambda: Weight(how)), cpu=how != 'sent tensor' and how != 'changed')
-    assert not learn.xla_opt.replay.plain
+    assert not learn.xla_opt.replay.fit.plain
 
 class Range(Callback):
     def after_loss(self):
@@ -103,7 +103,7 @@ class Range(Callback):
 
 def test_a_range_is_a_branch_for_each_length():
     learn = agree(lambda: dict(cbs=Range), branches=3, valid=3)
-    assert any('torch.Tensor.mul' in why for why in learn.xla_opt.replay.why)
+    assert any('torch.Tensor.mul' in why for why in learn.xla_opt.replay.reasons.why)
 
 class TopK(Callback):
     def before_epoch(self): self.k = 4 + 4*self.epoch
@@ -111,7 +111,7 @@ class TopK(Callback):
 
 def test_top_k_of_training_and_validation():
     learn = agree(lambda: dict(model=lambda: mlp(16), cbs=TopK), branches=3, valid=3)
-    assert any('has another argument: 4 -> 8' in why for why in learn.xla_opt.replay.why)
+    assert any('has another argument: 4 -> 8' in why for why in learn.xla_opt.replay.reasons.why)
 
 class Drop(nn.Module):
     def __init__(self):
@@ -139,7 +139,7 @@ class Louder(Callback):
 
 def test_a_module_held_by_a_plain_loss():
     learn = agree(lambda: dict(loss_func=PlainLoss, cbs=Louder), branches=3, valid=3, cpu=False)
-    assert any('Sequential' in why for why in learn.xla_opt.replay.why)
+    assert any('Sequential' in why for why in learn.xla_opt.replay.reasons.why)
 
 class Teacher(Callback):
     "An average of the weights, in training mode in one epoch"
@@ -286,9 +286,9 @@ class Reads(Callback):
 def test_a_value_that_is_read_at_each_step_is_retraced():
     learn = agree(lambda: dict(cbs=lambda: Reads(lambda cb: True)), branches=None)
     r = learn.xla_opt.replay
-    assert r.by_log.off == {True: '', False: ''} and counts(learn)[True] == {'refused': 2}
-    assert any(why.startswith('torch.Tensor.item at test_log.py, line ') and 'reads a value' in why for why in r.why)
-    assert sum(r.plain.values()) == 3*(10+2) - 2*2   # recorded it cannot be either
+    assert r.by_log.fit.off == {True: '', False: ''} and counts(learn)[True] == {'refused': 2}
+    assert any(why.startswith('torch.Tensor.item at test_log.py, line ') and 'reads a value' in why for why in r.reasons.why)
+    assert sum(r.fit.plain.values()) == 3*(10+2) - 2*2   # recorded it cannot be either
 
 def test_a_value_that_is_read_once():
     learn = agree(lambda: dict(cbs=lambda: Reads(lambda cb: cb.epoch == 1 and cb.iter == 3)), branches=None)
@@ -300,8 +300,8 @@ class BackwardHook(Callback):
 def test_a_hook_in_the_backward_pass_is_left_to_recordings():
     learn = agree(lambda: dict(cbs=BackwardHook), branches=None)
     r = learn.xla_opt.replay
-    assert r.by_log.off[True] == '' and counts(learn)[True]['replayed'] == 0 and any('backward' in why for why in r.why)
-    assert not r.plain
+    assert r.by_log.fit.off[True] == '' and counts(learn)[True]['replayed'] == 0 and any('backward' in why for why in r.reasons.why)
+    assert not r.fit.plain
 
 # --- what it costs, and whom it concerns
 
@@ -312,7 +312,7 @@ def test_one_execution_no_compile_no_transfer_to_host():
         c = report.per_batch(phase)
         assert (c['compiles'], c['executions'], c['to host'], c['fallbacks']) == (0, 1, 0, 0), (phase, c)
         assert c['to device'] <= 2   # the batch; numbers and what the step sends
-    assert report.steady['of'].tolist()[0] == 40-2-8 and not learn.xla_opt.replay.plain
+    assert report.steady['of'].tolist()[0] == 40-2-8 and not learn.xla_opt.replay.fit.plain
 
 def test_a_program_takes_over_the_memory_of_what_it_updates(monkeypatch):
     "Else each step that waits for the device would hold another copy of the weights"
@@ -337,7 +337,7 @@ assert t.counts(learn)[True]['compiled'] > 1 and t.counts(learn)[True]['replayed
 def test_learners_of_libraries_are_recorded_as_before():
     _,learn = run(lambda: {}, 'auto')
     assert not unknown_code(learn) and learn.xla_opt.replay.by_log is None
-    assert not learn.xla_opt.replay.plain
+    assert not learn.xla_opt.replay.fit.plain
 
 class Sloped(PlainLoss):
     def __init__(self): self.ce = nn.Sequential(nn.LeakyReLU(.1), nn.Identity())
@@ -351,5 +351,5 @@ def test_an_audit_finds_what_a_guard_has_missed(loss, cb, found, monkeypatch):
     with pytest.warns(UserWarning, match=f'an audit found that the step is not what was recorded: {found}'):
         _,learn = run(lambda: dict(loss_func=loss, cbs=cb), 'auto')
     r = learn.xla_opt.replay
-    assert counts(learn)[True]['replayed'] == 9 and r.audits[True] == 4   # after 2, 4 and 8 batches, and at the first of epoch 1
-    assert {why: n for why,n in r.plain.items() if 'an audit found' in why} == {first(r.plain): 20 + 4}
+    assert counts(learn)[True]['replayed'] == 9 and r.fit.audits[True] == 4   # after 2, 4 and 8 batches, and at the first of epoch 1
+    assert {why: n for why,n in r.fit.plain.items() if 'an audit found' in why} == {first(r.fit.plain): 20 + 4}

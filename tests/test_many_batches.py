@@ -104,4 +104,4 @@ def test_each_of_thirty_lengths_has_its_program():
     dls = DataLoaders.from_dsets(items, items[:4], bs=2, shuffle=False, num_workers=0)
     learn = Learner(dls, Mean(), CrossEntropyLossFlat()).to_xla()
     with warnings.catch_warnings(record=True), learn.no_bar(), learn.no_logging(): learn.fit(4, 1e-3)
-    assert not learn.xla_report().plain and learn.xla_opt.replay.by_log.counts[True]['replayed'] == 30*3
+    assert not learn.xla_report().plain and learn.xla_opt.replay.by_log.fit.counts[True]['replayed'] == 30*3

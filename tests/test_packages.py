@@ -58,7 +58,7 @@ def agree(make, tol=1e-4):
 
 def given_up(learn, reason):
     "Have traces been begun and given up?"
-    assert any(reason in why for why in learn.xla_opt.replay.why), learn.xla_opt.replay.why
+    assert any(reason in why for why in learn.xla_opt.replay.reasons.why), learn.xla_opt.replay.reasons.why
 
 def test_batch_whose_data_cannot_be_set():
     "A trace that is given up puts back all that it has changed, the batch too"

@@ -90,7 +90,7 @@ def story(name):
 @pytest.mark.parametrize('name', reads)
 def test_read(name):
     learn,_ = compare(*story(name))
-    assert n_runs(learn) >= len(learn.dls.train)+len(learn.dls.valid), (n_runs(learn), learn.xla_opt.replay.why)
+    assert n_runs(learn) >= len(learn.dls.train)+len(learn.dls.valid), (n_runs(learn), learn.xla_opt.replay.reasons.why)
 
 @pytest.mark.parametrize('name', ['global_number', 'closure', 'model_settings', 'patched'])
 def test_read_control(name, monkeypatch, without_audits):
@@ -112,14 +112,14 @@ def test_number_of_the_learner():
         learn.loss_func = lambda p,y: ce(p, y)*learn.alpha
         return learn
     learn,probe = compare(make, lambda l: l.fit(2, 1e-2))
-    assert not learn.xla_opt.replay.why and n_runs(learn) == len(probe.rows)
+    assert not learn.xla_opt.replay.reasons.why and n_runs(learn) == len(probe.rows)
 
 def test_by_epoch():
     "A value that changes again and again is given up, in time"
     class Anneals(Callback):
         def before_epoch(self): cfg.gamma = 1/(1+self.epoch)
     learn,_ = compare(lambda: learner(lambda p,y: ce(p, y)*cfg.gamma, cbs=Anneals()), lambda l: l.fit(4, 1e-2))
-    assert any('cfg.gamma' in why for why in learn.xla_opt.replay.why)
+    assert any('cfg.gamma' in why for why in learn.xla_opt.replay.reasons.why)
 
 # What the user's functions do beside computing
 
@@ -207,7 +207,7 @@ def test_cache():
         mask.cache_clear()
         return learner(ce, Layer(lambda x: x@mask(4, x.device)))
     learn,_ = compare(make)
-    assert not learn.xla_opt.replay.why
+    assert not learn.xla_opt.replay.reasons.why
 
 # Aliases, copies, hooks
 
@@ -224,7 +224,7 @@ def test_alias(alias, when):
                               else list(learn.model.parameters())[k].detach() for k in held])):
             assert torch.equal(a, b)
     learn,_ = compare(learner, fits)
-    assert any('alias' in why for why in learn.xla_opt.replay.why)
+    assert any('alias' in why for why in learn.xla_opt.replay.reasons.why)
 
 def test_weights_loaded_twice():
     "Weights that are kept on the device can be loaded again"
@@ -258,7 +258,7 @@ class Noise(Callback):
 @pytest.mark.parametrize('layers', [(), (nn.Dropout(.2),)])
 def test_drawn_after_batch(layers):
     learn,_ = compare(lambda: learner(ce, *layers, cbs=Noise()), tol=1e-6)
-    assert not learn.xla_opt.replay.why
+    assert not learn.xla_opt.replay.reasons.why
 
 class Restores(Callback):
     def before_batch(self): self.y,self.learn.yb = self.yb,(1-self.yb[0].clamp(max=1),)

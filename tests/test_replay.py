@@ -45,7 +45,7 @@ def compare(make, fit=one_cycle, tol=0):
     for a,b in zip(plain, replayed): assert same(a, b, tol)
     return learn,probe
 
-def n_runs(learn): return sum(r.runs for recs in learn.xla_opt.replay.recs.values() if not isinstance(recs, str) for r in recs)
+def n_runs(learn): return sum(r.runs for recs in learn.xla_opt.replay.kinds.recs.values() if not isinstance(recs, str) for r in recs)
 
 def running(update_every):
     learn = image_learner()
@@ -81,7 +81,7 @@ of_several = {n: stories[n] for n in ('torch_adam', 'normalise')} | dict(
 def test_same_as_plain(name):
     "More in test_replay_matrix.py"
     learn,probe = compare(*stories[name])
-    assert not learn.xla_opt.replay.why, learn.xla_opt.replay.why
+    assert not learn.xla_opt.replay.reasons.why, learn.xla_opt.replay.reasons.why
     assert n_runs(learn) % len(probe.rows) == 0 and n_runs(learn) > 0   # the probe has the last fit
 
 @pytest.mark.parametrize('opt', [partial(torch.optim.Adagrad, lr_decay=.1), torch.optim.Adadelta, torch.optim.Adamax],
@@ -89,14 +89,14 @@ def test_same_as_plain(name):
 def test_counts_on_the_host(opt):
     "torch's optimizers count their steps in tensors on the host"
     learn,probe = compare(with_opt(partial(OptimWrapper, opt=opt)), lambda l: l.fit(2, 1e-2))
-    assert not learn.xla_opt.replay.why and n_runs(learn) == len(probe.rows)
+    assert not learn.xla_opt.replay.reasons.why and n_runs(learn) == len(probe.rows)
     assert {st['step'].item() for st in learn.opt.opt.state.values()} == {2*len(learn.dls.train)}
 
 @pytest.mark.parametrize('opt', [torch.optim.NAdam, partial(torch.optim.Adam, foreach=True)], ids=['nadam', 'foreach'])
 def test_computes_on_the_host(opt):
     "What they compute with them otherwise is not recorded, and is right all the same"
     learn,_ = compare(with_opt(partial(OptimWrapper, opt=opt)), lambda l: l.fit(1, 1e-2))
-    assert all('tensor on the CPU' in why for why in learn.xla_opt.replay.why) and n_runs(learn) == len(learn.dls.valid)
+    assert all('tensor on the CPU' in why for why in learn.xla_opt.replay.reasons.why) and n_runs(learn) == len(learn.dls.valid)
 
 def test_one_execution():
     "Also with batch transforms, which are part of the step"
@@ -122,9 +122,9 @@ class Forgets(Callback):
     "Throws the recordings away: each batch is recorded anew"
     def after_batch(self):
         r = self.learn.xla_opt.replay
-        r.recs.clear()
-        r.held.clear()
-        r.key = None
+        r.kinds.recs.clear()
+        r.kinds.held.clear()
+        r.kinds.key = None
 class Beside(Callback):
     "A program of its own at each batch"
     def after_batch(self): self.seen = self.loss*2
@@ -174,7 +174,7 @@ def test_not_replayed(name, make, why):
     "What a recording would freeze or leave out is retraced, with the reason"
     log.clear()
     learn,probe = compare(make)
-    assert any(re.search(why, w) for w in learn.xla_opt.replay.why), learn.xla_opt.replay.why
+    assert any(re.search(why, w) for w in learn.xla_opt.replay.reasons.why), learn.xla_opt.replay.reasons.why
     # then it is given up: that one at the third value
     assert (sum(c.traced for t,_,c in probe.rows if t) <= 6
             and sum(c.traced for t,_,c in probe.rows if not t) <= 4 + (name == 'a changing number'))

@@ -12,7 +12,7 @@ from common import *
 from scenarios.base import counting
 from test_replay_matrix import differences, left_behind
 from fastai_xla.all import *
-from fastai_xla.capture import recording, step
+from fastai_xla.capture import plan, step
 from fastai_xla.capture.step import Trace
 from fastai_xla.capture.recording import Recording
 from fastai_xla.capture.values import Numbers
@@ -47,7 +47,7 @@ def compare(make, story):
     assert not n['replayed']
     learn,counts,left = run(make, story, True)
     diff = differences(plain, left)
-    assert not diff, f'{len(diff)} of {len(plain)} differ: {diff[:6]} why {dict(learn.xla_opt.replay.why)} counts {counts}'
+    assert not diff, f'{len(diff)} of {len(plain)} differ: {diff[:6]} why {dict(learn.xla_opt.replay.reasons.why)} counts {counts}'
     return learn,counts
 
 # A story is what is done with a learner. `between(f)` does `f` between two fits, `during(f)` at some batches of a fit, and fits again
@@ -512,7 +512,7 @@ def test_cancelled_before_the_recorder(what):
         l.fit(3, 1e-2, cbs=cbs)
         return [dict(batches=cbs[0].seen)]
     (_,_,plain),(r,counts,replayed) = run(learner, story, False),run(learner, story, True)
-    assert counts['replayed'] == counts['batches'] and not r.xla_opt.replay.why
+    assert counts['replayed'] == counts['batches'] and not r.xla_opt.replay.reasons.why
     assert not differences(plain, replayed)
     seen,recorded = plain['0']['batches'],[0, 1, 3, 4, 6, 7]   # the third batch of each of three epochs is cancelled
     smooth = smoothed(seen, recorded)
@@ -534,7 +534,7 @@ _now,_add = Watch.now,Numbers._add
 def all_but_lr(self, d, *args, **kwargs): return None if 'lr' in d and 'mom' in d else _add(self, d, *args, **kwargs)
 controls = dict(lr=(one_cycle, [(Numbers, '_add', all_but_lr), (Recording, 'verify', noop)]),
     grad=(during(grads), [(Watch, 'now', lambda self: (_now(self)[0], [o for o in _now(self)[1] if not isinstance(o, bool)]))]),
-    seed=(one_cycle, [(recording, 'advance_rng', noop)]),
+    seed=(one_cycle, [(plan, 'advance_rng', noop)]),
     counter=(counts, [(Trace, '_count', noop)]), log=(logs, [(step, 'no_effects', nullcontext)]))
 
 @pytest.mark.parametrize('name', controls)
@@ -549,7 +549,7 @@ def test_untracked_lr(monkeypatch):
     "With one guard less, the next one finds it: the number is a constant that changes, and the step is retraced"
     monkeypatch.setattr(Numbers, '_add', all_but_lr)
     learn,counts = compare(learner, one_cycle)
-    assert any('constant of the graph changes' in w for w in learn.xla_opt.replay.why)
+    assert any('constant of the graph changes' in w for w in learn.xla_opt.replay.reasons.why)
 
 # What a recording holds
 
@@ -606,7 +606,7 @@ if __name__ == '__main__':
         try:
             l,c = compare(make, story)
             print(f'{a}-{b:26s} same {c["replayed"]}/{c["batches"]} '
-                  f'{dict(l.xla_opt.replay.why) or ""} {time.process_time()-t:.1f}s', flush=True)
+                  f'{dict(l.xla_opt.replay.reasons.why) or ""} {time.process_time()-t:.1f}s', flush=True)
         except BaseException as e:
             if isinstance(e, AssertionError): print(f'{a}-{b:26s} DIFFERENT {str(e)[:900]}', flush=True)
             else:

@@ -84,7 +84,7 @@ def compare(make, fit):
     assert not diff, f'{len(diff)} of {len(plain)} differ: {diff[:8]}'
     return learn
 
-def recordings(learn): return [r for recs in learn.xla_opt.replay.recs.values() if not isinstance(recs, str) for r in recs]
+def recordings(learn): return [r for recs in learn.xla_opt.replay.kinds.recs.values() if not isinstance(recs, str) for r in recs]
 def n_runs(learn): return sum(r.runs for r in recordings(learn))
 
 # Models
@@ -201,7 +201,7 @@ def test_all_occur():
 @pytest.mark.parametrize('model,opt', tested)
 def test_same_as_plain(model, opt):
     learn,n = combination(model, opt)
-    why = learn.xla_opt.replay.why
+    why = learn.xla_opt.replay.reasons.why
     # the first batch sets it up for its batch size
     if model == 'awd_lstm':
         assert all('bs changes' in w or 'not the same' in w for w in why) and n_runs(learn) >= n-3, (why, n_runs(learn), n)
@@ -229,7 +229,7 @@ def table(only):
             try:
                 learn,n = combination(m, o)
                 res = 'same' if n_runs(learn) == n else f'{n_runs(learn)}/{n}'
-                if learn.xla_opt.replay.why: why[o] = dict(learn.xla_opt.replay.why)
+                if learn.xla_opt.replay.reasons.why: why[o] = dict(learn.xla_opt.replay.reasons.why)
             except Exception as e:
                 res = 'OTHER' if isinstance(e, AssertionError) else 'ERROR'
                 bad.append(f'{o} with {extra_of(m, o)}: {type(e).__name__} {str(e)[:1500]}')

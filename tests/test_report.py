@@ -148,3 +148,35 @@ def test_lowering_ops():
     assert not (clean.runs == 'CPU').any()
     grid = image_learner(dls=image_dls(size=16, after_batch=Rotate(p=1.))).to_xla().show_lowering_ops()
     assert (grid.runs == 'XLA, by fastai_xla').any()
+
+# --- what has been recorded
+
+class Smooths(Callback):
+    "Another setting of the loss from the second epoch on"
+    def before_train(self): self.learn.loss_func.func.label_smoothing = .1*min(self.epoch, 1)
+
+def test_recorded_again_and_why():
+    learn = image_learner(cbs=Smooths()).to_xla()
+    with learn.no_bar(), learn.no_logging(): learn.fit(3)
+    report = learn.xla_report()
+    assert report.again == {'label_smoothing 0.0 -> 0.1': 2} and report.audits == {'training': 2+2+1, 'validation': 1+1+1}, report
+    assert report.recordings.recordings.to_dict() == dict(training=2, validation=2)
+    assert all(s in o for o in (repr(report), report._repr_html_()) for s in ('Recorded again (2 times): label_smoothing', 'Audits: 5 training'))
+    with learn.no_bar(), learn.no_logging(): learn.fit(1)
+    assert report.again and report.audits['training'] == 5, 'a report is that of its fit, whatever comes after'
+
+def test_nothing_is_recorded_again_where_nothing_changes():
+    learn = image_learner().to_xla()
+    with learn.no_bar(), learn.no_logging(): learn.fit(2)
+    report = learn.xla_report()
+    assert not report.again and report.recordings.recordings.tolist() == [1, 1] and 'again' not in repr(report)
+
+class Branches(Callback):
+    def after_loss(self):
+        if self.training and self.iter == 2: self.learn.loss_grad = self.loss_grad*2
+def test_paths_of_own_code():
+    learn = image_learner(cbs=Branches()).to_xla()
+    with learn.no_bar(), learn.no_logging(): learn.fit(3)
+    report = learn.xla_report()
+    assert report.recordings.loc['training', 'recordings'] == 2 and report.recordings.batch.unique().tolist() == ['paths of your code']
+    assert len(report.again) == 1 and 'torch.Tensor.mul at test_report.py, line ' in first(report.again), report.again

@@ -184,7 +184,7 @@ def an_operator_of_the_users():
 def test_refused_and_named(name):
     f,why = refused[name]
     learn = agree(f, branches=None, tol=1e-6)
-    assert counts(learn)[True]['refused'] and any(why in k for k in learn.xla_opt.replay.why), learn.xla_opt.replay.why
+    assert counts(learn)[True]['refused'] and any(why in k for k in learn.xla_opt.replay.reasons.why), learn.xla_opt.replay.reasons.why
 
 # --- what is replayed all the same
 
@@ -253,7 +253,7 @@ def test_a_mode_around_a_fit_sees_each_operator():
         for replay in (False, 'auto'):
             with Counting() as mode: _,learn = run(lambda: story() | dict(model=lambda: nn.Sequential(mlp(), nn.Tanh())), replay, n=1)
             ns.append(mode.n)
-        assert ns[0] == ns[1] > 0 and learn.xla_opt.replay.plain[looked_at] == 12
+        assert ns[0] == ns[1] > 0 and learn.xla_opt.replay.fit.plain[looked_at] == 12
 
 n_traced = dict(a_function_that_branches_on_a_float=10, a_margin_that_grows=1, most_batches_are_passed_over=1, a_penalty_at_times=3,
                 what_is_asked_twice_is_the_same=2, a_mean_of_what_the_last_step_has_left=2,
@@ -267,4 +267,4 @@ def test_replayed(name, traced):
 def test_one_reason_for_a_number_that_changes():
     def after_pred(cb): cb.learn.pred = torch.nn.functional.dropout(cb.pred, .01*cb.train_iter, cb.training)
     _,learn = run(lambda: hooked(after_pred=after_pred), 'auto', n=1)
-    assert len([k for k in learn.xla_opt.replay.why if 'dropout' in k]) == 1
+    assert len([k for k in learn.xla_opt.replay.reasons.why if 'dropout' in k]) == 1

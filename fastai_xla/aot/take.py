@@ -141,7 +141,7 @@ class _Take(Callback):
             ours = {b for b,(role,_) in self.roles.items() if role in ('weights', 'optimizer') and learn.training}
             donated = [t for t in graph_inputs(roots)[1] if buffers([t])[0] in ours]
         r = learn.xla_opt.replay
-        why = '' if recorded else r.reason if r else 'replay is off'
+        why = '' if recorded else r.fit.reason if r else 'replay is off'
         again = not recorded and not self.second and 'within the step' in why   # it has made state, and the next may be recorded
         if not (recorded or again) and n_executions() > self.ran: raise RuntimeError(_pieces.format(kind, why))
         self.program = LearnerProgram(kind, roots, donated, self.roles, self.size, self.steps, why)
