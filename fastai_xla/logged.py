@@ -142,7 +142,7 @@ def _finish(self:Logged):
         self._tell(log.refused or log.missed, bool(log.refused))
     log.forget()
     if not (self.mets or self.keeping or self.others): return
-    r.given = learn.pred,learn.loss,learn.yb
+    r.give([*self.mets, *self.keeping])
     learn.replayed = SimpleNamespace(others=self.others, smooth_loss=self.smooth, check=r._check_given)
     self.smooth = None
 

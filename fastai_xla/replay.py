@@ -184,11 +184,21 @@ def _run(self:Replay, rec, inputs):
     if rec.end: raise rec.end()
 
 # %% ../nbs/api/06b_replay.ipynb #efd78783
+def _tensor_ids(o): return [tensor_id(t) for t in flatten(o)[0] if isinstance(t, torch.Tensor) and is_xla(t)]   # others after a change in place
+
+@patch
+def give(self:Replay,
+    mets:list, # Metrics that are part of the step
+):
+    "Note what they have been computed of"
+    given = self.learn.pred,self.learn.loss,self.learn.yb
+    self.given = (given, _tensor_ids(given) if self.user_callbacks() else None) if mets else None
+
 @patch
 def _check_given(self:Replay):
     "Warn where a callback has changed what metrics are computed of, after they were"
-    learn,given,self.given = self.learn,self.given,None
-    if self.late or all(map(is_, given, (learn.pred, learn.loss, learn.yb))): return
+    learn,(given,ids),self.given = self.learn,self.given or (None, None),None
+    if given is None or all(map(is_, given, (learn.pred, learn.loss, learn.yb))) and (ids is None or ids == _tensor_ids(given)): return
     self.late = True
     warnings.warn("A callback changes `learn.pred`, `learn.loss` or `learn.yb` in `after_batch`, before the recorder looks at "
                   "them. On XLA metrics are part of the step, so those of this batch are without the change; from the next "
@@ -204,4 +214,4 @@ def take(self:Replay,
     for (d,k),v in zip(self.left[j], done['left']): d[k] = v   # of several steps, each its own
     if 'loss_grad' in done: learn.loss_grad = done['loss_grad']
     learn.replayed = SimpleNamespace(others=self.others, smooth_loss=done.get('smooth_loss'), check=self._check_given)
-    self.given = learn.pred,learn.loss,learn.yb
+    self.give([*self.mets, *self.keeping])

@@ -1,0 +1,41 @@
+"More code as the public writes it: replayed as retraced, and as fastai on the CPU"
+import warnings
+from test_log import *
+from test_kinds_of_code import hooked
+
+def heard(events, fits=(2,), on=None, model=mlp, **kwargs):
+    "What the recorder has heard in fits with such a callback, on the CPU, retraced and replayed; the last learner"
+    res = []
+    for replay in (None, False, 'auto'):
+        torch.manual_seed(0)
+        random.seed(0)
+        manual_seed(3)
+        learn = Learner(data(), model(), loss_func=nn.MSELoss(), metrics=mse, **kwargs)
+        if replay is not None: learn.to_xla(replay=replay)
+        rows = []
+        for n in fits:
+            with learn.no_bar(), learn.no_logging(): learn.fit(n, 1e-2, cbs=type('Cb', (Callback,), dict(events)))
+            rows.append([*map(float, learn.recorder.losses), *(float(v) for vs in learn.recorder.values for v in vs)])
+        res.append(rows)
+    return res,learn
+
+def louder(cb): cb.learn.loss.data.mul_(2)
+def louder_elsewhere(cb): twice(cb.learn.loss)
+def twice(t): t.mul_(2)
+def replaced(cb): cb.learn.loss = cb.learn.loss*2
+def cut_off(cb): cb.pred.detach().clamp_(-1, 1)
+
+@pytest.mark.parametrize('in_log', [False, True])
+@pytest.mark.parametrize('f', [louder, replaced, cut_off])
+def test_what_metrics_are_computed_of_is_changed_before_the_recorder_looks(f, in_log):
+    "From the first batch on, and without a warning"
+    events = dict(after_batch=f) | (dict(after_loss=lambda cb: None) if in_log else {})
+    with warnings.catch_warnings():
+        warnings.filterwarnings('error', '.*changes `learn.pred`')
+        (cpu,plain,replayed),_ = heard(events)
+    test_close(plain[0], replayed[0], eps=1e-5)
+    test_close(cpu[0], replayed[0], eps=1e-4)
+
+def test_such_a_change_that_only_the_tensor_tells_of():
+    with pytest.warns(UserWarning, match='changes `learn.pred`'): (_,plain,replayed),_ = heard(dict(after_batch=louder_elsewhere), fits=(1, 1))
+    test_close(plain[1], replayed[1], eps=1e-5)   # the first batch of the first fit is without it, as the warning says
