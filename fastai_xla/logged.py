@@ -158,7 +158,7 @@ def _run(self:Logged) -> bool: # Has it been run?
     p = first(p for p in programs if held <= p.escaped and p.ready(log.taken, log.nums))
     try:
         # an alias would not follow what the step updates, nor be put back after a trace
-        if any(n_holders([log.outside[j] for j in leaf.changed])): raise Refused(aliased)
+        if is_shared([log.outside[j] for j in leaf.changed]): raise Refused(aliased)
         if p is None: p = self._compiled(leaf, held, programs)
         if self._audit_due(p): self._audit(p)
     except Refused as e:

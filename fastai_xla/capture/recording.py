@@ -286,8 +286,8 @@ def run(self:Recording,
         manual_seed(rng)
         if self.drawn: set_host_rng(on_host)
         raise
-    for i,r in self.in_place: set_data(state[i], res[r])
-    for (f,*a),r in self.elsewhere: set_data(f(*a), res[r])
+    put_all([state[i] for i,_ in self.in_place] + [f(*a) for (f,*a),_ in self.elsewhere],
+            [res[r] for _,r in self.in_place+self.elsewhere], lone=put_value)
     for d,k,leaves,spec in self.replaced: d[k] = self._build(leaves, spec, res, inputs)
     for p,r in self.grads: p.grad = None if r is None else res[r]
     for d,k,v in self.counts: put_number(d, k, self.values[v[0]] if type(v) is tuple else v)
