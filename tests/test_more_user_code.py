@@ -39,3 +39,30 @@ def test_what_metrics_are_computed_of_is_changed_before_the_recorder_looks(f, in
 def test_such_a_change_that_only_the_tensor_tells_of():
     with pytest.warns(UserWarning, match='changes `learn.pred`'): (_,plain,replayed),_ = heard(dict(after_batch=louder_elsewhere), fits=(1, 1))
     test_close(plain[1], replayed[1], eps=1e-5)   # the first batch of the first fit is without it, as the warning says
+
+def after_lr_find(replay, model, draws=True, due=None):
+    "Losses of a fit after an `lr_find` that diverges, and the random state of the host"
+    for seed in (torch.manual_seed, np.random.seed, random.seed, manual_seed): seed(3)
+    def after_loss(cb): cb.n = random.random() + np.random.rand()
+    learn = Learner(data(), model(), loss_func=nn.MSELoss(), cbs=type('Cb', (Callback,), dict(after_loss=after_loss))() if draws else [])
+    if replay is not None: learn.to_xla(replay=replay)
+    with pytest.MonkeyPatch.context() as m, learn.no_bar(), learn.no_logging():
+        if due is not None: m.setattr('fastai_xla.transfer.Look.due', lambda self: due)
+        learn.lr_find(num_it=60, end_lr=1e4, show_plot=False)
+        n = len(learn.recorder.losses)
+        learn.fit(1, 1e-2)
+    return n,list(map(float, learn.recorder.losses)),(random.random(), np.random.rand(), torch.rand(1).item())
+
+@pytest.mark.parametrize('draws', [False, True])
+def test_after_an_lr_find_that_diverges_all_draws_are_as_on_the_cpu(draws):
+    n,losses,state = after_lr_find(None, mlp, draws)
+    for replay in (False, 'auto'):
+        n2,losses2,state2 = after_lr_find(replay, mlp, draws)
+        assert (n2, state2) == (n, state)
+        test_close(losses2, losses, eps=1e-4)
+
+def test_after_an_lr_find_the_devices_draws_do_not_depend_on_when_its_losses_are_read():
+    def model(): return nn.Sequential(nn.Linear(6, 16), nn.Dropout(), nn.Linear(16, 1))
+    for draws in (False, True):
+        want = after_lr_find(False, model, draws, due=False)
+        for replay,due in ((False, True), ('auto', False), ('auto', True)): assert after_lr_find(replay, model, draws, due) == want
