@@ -66,3 +66,16 @@ def test_after_an_lr_find_the_devices_draws_do_not_depend_on_when_its_losses_are
     for draws in (False, True):
         want = after_lr_find(False, model, draws, due=False)
         for replay,due in ((False, True), ('auto', False), ('auto', True)): assert after_lr_find(replay, model, draws, due) == want
+
+def test_states_of_cells_in_a_list():
+    "Two traces of one step may find constants of theirs, such as indices, at one address, one after the other"
+    class Cells(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.r,self.f = nn.GRUCell(3, 8),nn.Linear(8, 1)
+        def forward(self, x):
+            hs = [torch.zeros(len(x), 8, device=x.device)]
+            for t in x.view(len(x), 2, 3).unbind(1): hs.append(self.r(t, hs[-1]))
+            self.hs = torch.stack(hs[1:]).detach().unbind(0)
+            return self.f(hs[-1])
+    agree(lambda: dict(model=Cells, see=lambda l: list(l.model.hs)), tol=1e-6)

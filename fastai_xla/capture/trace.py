@@ -181,4 +181,5 @@ def _collect(self:StepTrace, path, env, escaped):
     self.buffers,self.hash = buffers(self.ts),graph_hash(self.roots)
     self.sources = [('seed', 0) if i is None else self.at.get(b, ('const', k)) for k,(i,b) in enumerate(zip(ids, self.buffers))]
     ks = [k for k,s in enumerate(self.sources) if s[0] == 'const']
-    self.consts = dict(zip(ks, fetch([self.ts[k] for k in ks])))
+    self.held = [self.ts[k] for k in ks]   # else another trace could find constants of its own in their memory
+    self.consts = dict(zip(ks, fetch(self.held)))
