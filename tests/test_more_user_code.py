@@ -79,3 +79,29 @@ def test_states_of_cells_in_a_list():
             self.hs = torch.stack(hs[1:]).detach().unbind(0)
             return self.f(hs[-1])
     agree(lambda: dict(model=Cells, see=lambda l: list(l.model.hs)), tol=1e-6)
+
+# --- numbers that C code takes, in steps that are recorded
+
+def decided(by, n_steps, one_cycle=False):
+    "What a fit leaves whose loss is weighted so: retraced, and recorded in steps of so many"
+    def after_loss(cb): cb.learn.loss_grad = cb.loss_grad*by(cb)
+    res = []
+    for kw in (dict(replay=False), dict(steps_per_execution=n_steps)):
+        for seed in (torch.manual_seed, random.seed, manual_seed): seed(0)
+        cb = type('Cb', (Callback,), dict(after_loss=after_loss))()
+        learn = Learner(data(), mlp(), loss_func=nn.MSELoss(), cbs=cb).to_xla(**kw)
+        with learn.no_bar(), learn.no_logging(): learn.fit_one_cycle(2, 1e-2) if one_cycle else learn.fit(3, 1e-2)
+        res.append(list(map(float, learn.recorder.losses)))
+    test_close(*res, eps=1e-5)
+    assert not [why for why in learn.xla_opt.replay.why if 'audit' in why]
+
+bys = dict(epoch=lambda cb: 2. if math.isclose(cb.epoch, 1) else 1., iteration=lambda cb: 2. if math.isclose(cb.train_iter, 9) else 1.,
+           floor=lambda cb: 1. + math.floor(cb.pct_train*4), items=lambda cb: [1., .5, .1][cb.epoch])
+
+@pytest.mark.parametrize('n_steps', [1, 4])
+@pytest.mark.parametrize('by', bys)
+def test_numbers_that_c_code_takes(by, n_steps, recorded): decided(bys[by], n_steps)
+
+@pytest.mark.parametrize('n_steps', [1, 4])
+def test_a_learning_rate_that_is_near(n_steps, recorded):
+    decided(lambda cb: 2. if math.isclose(cb.opt.hypers[0]['lr'], 1e-2, rel_tol=.05) else 1., n_steps, one_cycle=True)

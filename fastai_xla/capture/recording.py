@@ -161,7 +161,7 @@ def verify(self:Recording,
     self._retrace(inputs)
     # tells numbers from constants that happen to be equal, too
     taken = self._taken(inputs, [k for k in self.tape.plain() if self.tape.names[k] not in self.pinned])
-    for k in [] if self.numbers.later else taken:   # of several steps, each has its own
+    for k in taken:
         i = self.tape.names[k]
         self.pinned[i] = self.tape.true[i]
     self._plan()
@@ -207,7 +207,6 @@ def _taken(self:Recording, inputs, keys):
 
     The tape knows nothing of that, so they are looked for by halves"""
     if not keys or not self._differs(inputs, keys): return []
-    if self.numbers.later: return keys
     if len(keys) == 1 and keys[0] not in self.near:
         self.near.add(keys[0])   # `1-beta**n` is 1 for all `n` that are far
         return self._taken(inputs, keys)
