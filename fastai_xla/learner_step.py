@@ -30,7 +30,7 @@ from .compat.core import kept_on_device
 from .compat.learner import keeps_metrics
 from .compat.metrics import *
 from .compat.mixup import mixes
-from .capture.effects import names_in
+from .capture.effects import names_in, rewrites
 from .capture.state import *
 from .capture.values import *
 from .capture.watch import *
@@ -68,9 +68,11 @@ _cancels = (CancelBatchException, CancelTrainException, CancelValidException, Ca
 def _is_cut(o): return (o if isinstance(o, type) else type(o)) in _cancels[:-1]
 
 def _cuts(cb):
-    "May its `after_batch` end a batch's events, other than by ending the fit?"
+    "May its `after_batch` end a batch's events, other than by ending the fit; or does it change what metrics are computed of?"
     own = vars(cb)
-    names = names_in(own.get('after_batch', getattr(type(cb), 'after_batch', None)), type(cb))
+    f = own.get('after_batch', getattr(type(cb), 'after_batch', None))
+    if _is_user_callback(cb) and rewrites(f, {'loss', 'pred', 'y', 'yb'}): return True
+    names = names_in(f, type(cb))
     cut = {c.__name__ for c in _cancels[:-1]}
     return not cut.isdisjoint(names) or any(_is_cut(o) for n,found in names.items() for o in (*found, own.get(n)))
 

@@ -162,7 +162,7 @@ def _finish(self:Logged):
         self._tell(log.refused or log.missed, bool(log.refused))
     log.forget()
     if not (batch.mets or batch.keeping or batch.others): return
-    r.step.batch.given = learn.pred,learn.loss,learn.yb
+    r.give([*batch.mets, *batch.keeping])
     learn.replayed = SimpleNamespace(others=batch.others, smooth_loss=batch.smooth, check=r._check_given)
     batch.smooth = None
 
@@ -178,7 +178,7 @@ def _run(self:Logged) -> bool: # Has it been run?
     p = first(p for p in programs if held <= p.escaped and p.ready(log.taken, log.nums))
     try:
         # an alias would not follow what the step updates, nor be put back after a trace
-        if any(n_holders([log.outside[j] for j in leaf.changed])): raise Refused(aliased)
+        if is_shared([log.outside[j] for j in leaf.changed]): raise Refused(aliased)
         if p is None: p = self._compiled(leaf, held, programs)
         if self._audit_due(p): self._audit(p)
     except Refused as e:

@@ -21,6 +21,7 @@ from fastai.text.data import SortedDL
 from .runtime import *
 from .graphs import *
 from .report import *
+from .draws import *
 from .compat.core import *
 from .compat.learner import *
 from .compat.optimizer import *
@@ -90,6 +91,7 @@ class XLAOptCallback(Callback):
     ):
         self.device,self.log,self.fitting,self.replay,self.ran = device,CostLog(),False,None,False
         self.shapes,self.told = {},set()   # of batches in this fit; what has been told of tensors in attributes
+        self.ended = 0   # the random state at the end of the last batch
         self.layout = ParamLayout()   # on many devices
         self.homes = {}   # (module, name) -> the parameter that was there when the model was moved last
 
@@ -133,11 +135,26 @@ def after_batch(self:XLAOptCallback):
     learn,replay = self.learn,self.replay
     others = getattr(getattr(learn, 'replayed', None), 'others', ())   # metrics that are computed after the step
     self.settle(replay is None or replay.step.user_callbacks() or bool(others))
+    self.ended = rng_state()
     if self.fitting:
         self.log.batch('training' if learn.training else 'validation',
                        f'epoch {learn.epoch}, batch {learn.iter}', bool(replay and replay.step.batch.tracing))
 
 # %% ../nbs/api/06f_opt_callback.ipynb #79c471a2
+@patch
+def get_random(self:XLAOptCallback):
+    "The random state of the host and of the dataloader at this point of a batch, and of the device at the end of the last one"
+    return host_rng(),getattr(getattr(self.learn.dl, 'rng', None), 'getstate', noop)(),self.ended
+
+@patch
+def put_random(self:XLAOptCallback, host, loader, device):
+    "Go back to a random state of an earlier batch of the fit"
+    set_host_rng(host)
+    if loader is not None: self.learn.dl.rng.setstate(loader)
+    manual_seed(device)
+    self.ran = True   # it has been moved on
+    if self.replay: self.replay.stream.moved = False
+
 @patch
 def hidden(self:XLAOptCallback):
     "Move the state that the model keeps in plain attributes, and tell of it once"

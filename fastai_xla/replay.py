@@ -173,12 +173,23 @@ def _run(self:Replay, rec, inputs, same):
     if rec.beside.end: raise rec.beside.end()
 
 # %% ../nbs/api/06b_replay.ipynb #efd78783
+# others after a change in place
+def _tensor_ids(o): return [tensor_id(t) for t in flatten(o)[0] if isinstance(t, torch.Tensor) and is_xla(t)]
+
+@patch
+def give(self:Replay,
+    mets:list, # Metrics that are part of the step
+):
+    "Note what they have been computed of"
+    given = self.learn.pred,self.learn.loss,self.learn.yb
+    self.step.batch.given = (given, _tensor_ids(given) if self.step.user_callbacks() else None) if mets else None
+
 @patch
 def _check_given(self:Replay):
     "Warn where a callback has changed what metrics are computed of, after they were"
     learn,step,b = self.learn,self.step,self.step.batch
-    given,b.given = b.given,None
-    if step.late or all(map(is_, given, (learn.pred, learn.loss, learn.yb))): return
+    (given,ids),b.given = b.given or (None, None),None
+    if given is None or all(map(is_, given, (learn.pred, learn.loss, learn.yb))) and (ids is None or ids == _tensor_ids(given)): return
     step.late = True
     warnings.warn("A callback changes `learn.pred`, `learn.loss` or `learn.yb` in `after_batch`, before the recorder looks at "
                   "them. On XLA metrics are part of the step, so those of this batch are without the change; from the next "
@@ -195,4 +206,4 @@ def take(self:Replay,
     for (d,k),v in zip(left, done['left']): d[k] = v   # of several steps, each its own
     if 'loss_grad' in done: learn.loss_grad = done['loss_grad']
     learn.replayed = SimpleNamespace(others=self.step.parts.others, smooth_loss=done.get('smooth_loss'), check=self._check_given)
-    b.given = learn.pred,learn.loss,learn.yb
+    self.give([*self.step.parts.mets, *self.step.parts.keeping])

@@ -10,6 +10,7 @@ __all__ = ['Tape', 'Tracked', 'true_value', 'recorded_math']
 # %% ../../nbs/api/05a_capture.numbers.ipynb #96e3d50d
 import ctypes, math, operator, random
 from contextlib import contextmanager
+from functools import cache
 
 from fastcore.all import *
 
@@ -142,24 +143,34 @@ def _escape(f):
 
 for _c in (_Float, _Int):
     for _n in 'lt le eq ne gt ge'.split(): setattr(_c, f'__{_n}__', _compare(getattr(operator, _n)))
-    for _n,_f in dict(bool=bool, int=int, hash=hash, round=round, trunc=math.trunc, repr=repr, str=str, format=format).items():
+    for _n,_f in dict(bool=bool, int=int, hash=hash, round=round, trunc=math.trunc, floor=math.floor, ceil=math.ceil,
+                      repr=repr, str=str, format=format).items():
         setattr(_c, f'__{_n}__', _escape(_f))
 _Int.__index__ = _escape(operator.index)
 
 # %% ../../nbs/api/05a_capture.numbers.ipynb #a960c99c
-_math = 'sqrt exp log log2 pow sin cos tanh'.split()
+_math = '''sqrt cbrt exp exp2 expm1 log log2 log10 log1p pow sin cos tan asin acos atan atan2 sinh cosh tanh asinh acosh atanh
+    fabs fmod hypot degrees radians copysign erf erfc gamma lgamma'''.split()
+_decide = 'isclose isfinite isinf isnan floor ceil trunc gcd lcm comb perm factorial isqrt'.split()   # as a comparison does
 
-def _recording(f):
-    def g(*args):
-        t = first(o for o in args if isinstance(o, Tracked))
-        return f(*args) if t is None else t._tape.op(f, *args)
+@cache
+def _by_name(f, names):
+    "`f` that takes arguments of these names by position"
+    n = len(names)
+    return f if not n else lambda *args: f(*args[:-n], **dict(zip(names, args[-n:])))
+
+def _recording(f, decides):
+    def g(*args, **kwargs):
+        t = first(o for o in (*args, *kwargs.values()) if isinstance(o, Tracked))
+        if t is None: return f(*args, **kwargs)
+        return (t._tape.guard if decides else t._tape.op)(_by_name(f, tuple(kwargs)), *args, *kwargs.values())
     return g
 
 @contextmanager
 def recorded_math():
     "Within the block, functions of `math` record what they do to tracked numbers"
-    orig = {n: getattr(math, n) for n in _math}
-    for n,f in orig.items(): setattr(math, n, _recording(f))
+    orig = {n: getattr(math, n) for n in (*_math, *_decide) if hasattr(math, n)}
+    for n,f in orig.items(): setattr(math, n, _recording(f, n in _decide))
     try: yield
     finally:
         for n,f in orig.items(): setattr(math, n, f)

@@ -147,6 +147,7 @@ class Results:
         self.in_place,self.elsewhere = [],[]   # of these: among the inputs, by number, and others, by reader
         self.replaced,self.grads,self.counts,self.outs = trace.replaced,trace.grads,trace.counts,trace.outs
         self.n_draws,self.regrades = trace.n_draws,trace.regrades
+        self.shared = True   # do tensors that the step updates share memory, with each other or with one of somebody's?
 
     def place(self,
         states:list, # From `StepGraph.states`
@@ -161,10 +162,15 @@ class Results:
         res:list, # Outputs of the program
         inputs:list, # The batch
         values:list, # Of the tape
+        untouched:bool, # As for `Recording.run`
     ): # What the step returns
         "Leave everything as the step's Python would have left it"
-        for i,r in self.in_place: set_data(state[i], res[r])
-        for (f,*a),r in self.elsewhere: set_data(f(*a), res[r])
+        ts = [state[i] for i,_ in self.in_place] + [f(*a) for (f,*a),_ in self.elsewhere]
+        new = [res[r] for _,r in self.in_place+self.elsewhere]
+        if not untouched: self.shared = is_shared(ts)
+        if self.shared: put_all(ts, new, lone=put_value)
+        else:
+            for t,v in zip(ts, new): set_data(t, v)
         for d,k,leaves,spec in self.replaced: d[k] = _build(leaves, spec, res, inputs)
         for p,r in self.grads: p.grad = None if r is None else res[r]
         for d,k,v in self.counts: put_number(d, k, values[v[0]] if type(v) is tuple else v)

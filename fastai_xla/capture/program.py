@@ -22,6 +22,7 @@ from .state import *
 from .values import *
 from .calls import *
 from .arguments import *
+from .again import *
 from .trace import *
 
 # %% ../../nbs/api/05n_capture.program.ipynb #976be0f8
@@ -139,7 +140,7 @@ def _compile(self:Program, a, b):
         if k not in meanings and a.buffers[k] == b.buffers[k] and b.buffers[k] not in known and c.dim():
             raise Refused(f"the step reads a tensor of shape {tuple(c.shape)} that it was not given")
     self.steps = [(numbers, tape, counts) for numbers,tape,counts in b.steps.done]
-    for n in 'updated grads flags escapes held_grads sources replaced hash'.split(): setattr(self, n, getattr(b, n))
+    for n in 'updated grads flags escapes held_grads sources replaced hash ties bases'.split(): setattr(self, n, getattr(b, n))
     self.meanings,self.consts = meanings,{k: c for k,c in b.consts.items() if k not in meanings}
     self.numbers = {}   # (what, dtype) -> places among the inputs
     for k,m in meanings.items(): self.numbers.setdefault((m, b.consts[k].dtype), []).append(k)
@@ -185,7 +186,8 @@ def _send(self:Program, nums, hosts):
 @patch
 def _find_places(self:Program):
     "Where each input of the program, and each tensor that it changes, stands in what `run` has at hand"
-    used = [*self.sources, *(name for pair in self.updated for name in pair), *self.escapes.values(), *self.held_grads.values()]
+    used = [*self.sources, *(name for pair in self.updated for name in pair)]
+    used += [v for d in (self.escapes, self.held_grads, self.bases) for v in d.values()]
     used += [*(v for *_,v in self.replaced), *(v for _,v in self.grads if v is not None)]
     self.graded = sorted({n[1] for n in used if n[0] == 'grad'})
     self.seeds = [('seed', 0)] if ('seed', 0) in used else []
@@ -195,6 +197,7 @@ def _find_places(self:Program):
     def place(name): return len(names)+len(self.numbers)+name[1] if name[0] == 'result' else at[name]
     self.order = [place(s) for s in self.sources]
     self.results = {o: (place(v), place(self.held_grads[o]) if o in self.held_grads else None) for o,v in self.escapes.items()}
+    self.tied = [(place(self.bases.get(i, ('outside', -1-i))), i, calls, o) for o,(i,calls) in self.ties.items()]
     self.sets = [(place(name), place(v)) for name,v in self.updated]
     self.puts = [(d, k, place(v)) for d,k,v in self.replaced]
     self.left = [(j, None if v is None else place(v)) for j,v in self.grads]
@@ -221,7 +224,8 @@ def run(self:Program,
     for values,(_,_,counts) in zip(self.values, self.steps):
         for d,k,v in counts: put_number(d, k, values[v[0]] if type(v) is tuple else v)
     self.runs += 1
-    return {o: (pool[r], None if g is None else pool[g]) for o,(r,g) in self.results.items()}
+    res = {o: (pool[r], None if g is None else pool[g]) for o,(r,g) in self.results.items()}
+    return res | {o: (tied(pool[p], i, calls, o, res[o][0], nums, hosts), res[o][1]) for p,i,calls,o in self.tied}
 
 # %% ../../nbs/api/05n_capture.program.ipynb #5a0d17a2
 def _expected(p, trace):

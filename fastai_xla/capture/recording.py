@@ -86,7 +86,7 @@ def verify(self:Recording,
     self._retrace(inputs)
     # tells numbers from constants that happen to be equal, too
     taken = self._taken(inputs, [k for k in tape.plain() if tape.names[k] not in numbers.pinned])
-    for k in [] if numbers.now.later else taken:   # of several steps, each has its own
+    for k in taken:
         i = tape.names[k]
         numbers.pinned[i] = tape.true[i]
     self._plan()
@@ -130,7 +130,6 @@ def _taken(self:Recording, inputs, keys):
 
     The tape knows nothing of that, so they are looked for by halves"""
     if not keys or not self._differs(inputs, keys): return []
-    if self.numbers.now.later: return keys
     if len(keys) == 1 and keys[0] not in self.numbers.near:
         self.numbers.near.add(keys[0])   # `1-beta**n` is 1 for all `n` that are far
         return self._taken(inputs, keys)
@@ -172,4 +171,4 @@ def run(self:Recording,
         if drawn: set_host_rng(on_host)
         raise
     self.runs += 1
-    return self.results.put(state, res, inputs, numbers.values)
+    return self.results.put(state, res, inputs, numbers.values, untouched)

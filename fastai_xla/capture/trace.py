@@ -95,7 +95,7 @@ def _trace(self:StepTrace, calls, escaped, seed, then):
         # an index that came from the host, of a mask for example, would be a constant of this step
         if n_reads() != reads: raise Refused("the step reads values of what the host sends, as the elements of a boolean mask")
         self.n_draws = n_draws(rng, rng_state())
-        self._collect(env, escaped)
+        self._collect(path, env, escaped)
         then(self)
     finally:
         self._restore()
@@ -147,10 +147,11 @@ def _restore(self:StepTrace):
         if t.requires_grad != r: t.requires_grad_(r)
 
 # %% ../../nbs/api/05ma_capture.trace.ipynb #ac58e348
+_parts = "a result that is held shares memory with others in a way that is not known"
 def _has_grad(t): return (f := flags_of(t)) and (f[1] or t.retains_grad) and t.grad is not None
 
 @patch
-def _collect(self:StepTrace, env, escaped):
+def _collect(self:StepTrace, path, env, escaped):
     "What the step changes, and where it comes from in its graph"
     waits = pending([t for _,t,_ in self.tensors])
     still = [(name, t, b) for (name,t,b),p in zip(self.tensors, waits) if not p]
@@ -172,9 +173,13 @@ def _collect(self:StepTrace, env, escaped):
     changed = {env[-1-j].untyped_storage()._cdata for (kind,j),_ in self.updated if kind == 'outside'}
     if any(env[o].untyped_storage()._cdata in changed for o in escaped): raise Refused(aliased)
     self.held_grads = {o: root(env[o].grad) for o in sorted(escaped) if _has_grad(env[o])}
+    self.ties = {o: v for o,v in ties(path, env, escaped).items() if v[0] is None or v[0] < 0 or root(env[v[0]]) != self.escapes[o]}
+    if any(i is None for i,_ in self.ties.values()): raise Refused(_parts)
+    self.bases = {i: root(env[i]) for i,_ in self.ties.values() if i >= 0}
     if not self.roots: raise Refused("the step computes nothing")
     ids,self.ts = graph_inputs(self.roots)
     self.buffers,self.hash = buffers(self.ts),graph_hash(self.roots)
     self.sources = [('seed', 0) if i is None else self.at.get(b, ('const', k)) for k,(i,b) in enumerate(zip(ids, self.buffers))]
     ks = [k for k,s in enumerate(self.sources) if s[0] == 'const']
-    self.consts = dict(zip(ks, fetch([self.ts[k] for k in ks])))
+    self.held = [self.ts[k] for k in ks]   # else another trace could find constants of its own in their memory
+    self.consts = dict(zip(ks, fetch(self.held)))

@@ -35,12 +35,15 @@ def _cut_where_diverged(
     rec = cb.learn.recorder
     rec.losses,rec.lrs = losses[:end],rec.lrs[:end]
     cb.hps = {k: v[:end] for k,v in cb.hps.items()}
+    if len(cb._random) > end:   # not of the last batch, which may be at its start yet
+        cb.learn.xla_opt.put_random(*cb._random[end-1][:2], cb._random[end][2])
+        del cb._random[end:]
     return True
 
 @patch
 def before_fit(self:LRFinder):
     "Initialize container for hyper-parameters and save the model"
-    self._look = Look()
+    self._look,self._random = Look(),[]   # the random state at each batch, the device's as the one before has left it
     self._under_before_fit()
 
 @patch(stands_in=True)
@@ -48,6 +51,7 @@ def after_batch(self:LRFinder):
     "Record hyper-parameters of this batch and potentially stop training"
     if not is_xla(self.loss): return self._under_after_batch()
     ParamScheduler.after_batch(self)
+    self._random.append(self.learn.xla_opt.get_random())
     if self._look.due() and _cut_where_diverged(self, self._look.fetch(self.learn.recorder.losses[:-1])): raise CancelFitException()
     if self.train_iter >= self.num_it: raise CancelFitException()
 

@@ -1,0 +1,107 @@
+"More code as the public writes it: replayed as retraced, and as fastai on the CPU"
+import warnings
+from test_log import *
+from test_kinds_of_code import hooked
+
+def heard(events, fits=(2,), on=None, model=mlp, **kwargs):
+    "What the recorder has heard in fits with such a callback, on the CPU, retraced and replayed; the last learner"
+    res = []
+    for replay in (None, False, 'auto'):
+        torch.manual_seed(0)
+        random.seed(0)
+        manual_seed(3)
+        learn = Learner(data(), model(), loss_func=nn.MSELoss(), metrics=mse, **kwargs)
+        if replay is not None: learn.to_xla(replay=replay)
+        rows = []
+        for n in fits:
+            with learn.no_bar(), learn.no_logging(): learn.fit(n, 1e-2, cbs=type('Cb', (Callback,), dict(events)))
+            rows.append([*map(float, learn.recorder.losses), *(float(v) for vs in learn.recorder.values for v in vs)])
+        res.append(rows)
+    return res,learn
+
+def louder(cb): cb.learn.loss.data.mul_(2)
+def louder_elsewhere(cb): twice(cb.learn.loss)
+def twice(t): t.mul_(2)
+def replaced(cb): cb.learn.loss = cb.learn.loss*2
+def cut_off(cb): cb.pred.detach().clamp_(-1, 1)
+
+@pytest.mark.parametrize('in_log', [False, True])
+@pytest.mark.parametrize('f', [louder, replaced, cut_off])
+def test_what_metrics_are_computed_of_is_changed_before_the_recorder_looks(f, in_log):
+    "From the first batch on, and without a warning"
+    events = dict(after_batch=f) | (dict(after_loss=lambda cb: None) if in_log else {})
+    with warnings.catch_warnings():
+        warnings.filterwarnings('error', '.*changes `learn.pred`')
+        (cpu,plain,replayed),_ = heard(events)
+    test_close(plain[0], replayed[0], eps=1e-5)
+    test_close(cpu[0], replayed[0], eps=1e-4)
+
+def test_such_a_change_that_only_the_tensor_tells_of():
+    with pytest.warns(UserWarning, match='changes `learn.pred`'): (_,plain,replayed),_ = heard(dict(after_batch=louder_elsewhere), fits=(1, 1))
+    test_close(plain[1], replayed[1], eps=1e-5)   # the first batch of the first fit is without it, as the warning says
+
+def after_lr_find(replay, model, draws=True, due=None):
+    "Losses of a fit after an `lr_find` that diverges, and the random state of the host"
+    for seed in (torch.manual_seed, np.random.seed, random.seed, manual_seed): seed(3)
+    def after_loss(cb): cb.n = random.random() + np.random.rand()
+    learn = Learner(data(), model(), loss_func=nn.MSELoss(), cbs=type('Cb', (Callback,), dict(after_loss=after_loss))() if draws else [])
+    if replay is not None: learn.to_xla(replay=replay)
+    with pytest.MonkeyPatch.context() as m, learn.no_bar(), learn.no_logging():
+        if due is not None: m.setattr('fastai_xla.transfer.Look.due', lambda self: due)
+        learn.lr_find(num_it=60, end_lr=1e4, show_plot=False)
+        n = len(learn.recorder.losses)
+        learn.fit(1, 1e-2)
+    return n,list(map(float, learn.recorder.losses)),(random.random(), np.random.rand(), torch.rand(1).item())
+
+@pytest.mark.parametrize('draws', [False, True])
+def test_after_an_lr_find_that_diverges_all_draws_are_as_on_the_cpu(draws):
+    n,losses,state = after_lr_find(None, mlp, draws)
+    for replay in (False, 'auto'):
+        n2,losses2,state2 = after_lr_find(replay, mlp, draws)
+        assert (n2, state2) == (n, state)
+        test_close(losses2, losses, eps=1e-4)
+
+def test_after_an_lr_find_the_devices_draws_do_not_depend_on_when_its_losses_are_read():
+    def model(): return nn.Sequential(nn.Linear(6, 16), nn.Dropout(), nn.Linear(16, 1))
+    for draws in (False, True):
+        want = after_lr_find(False, model, draws, due=False)
+        for replay,due in ((False, True), ('auto', False), ('auto', True)): assert after_lr_find(replay, model, draws, due) == want
+
+def test_states_of_cells_in_a_list():
+    "Two traces of one step may find constants of theirs, such as indices, at one address, one after the other"
+    class Cells(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.r,self.f = nn.GRUCell(3, 8),nn.Linear(8, 1)
+        def forward(self, x):
+            hs = [torch.zeros(len(x), 8, device=x.device)]
+            for t in x.view(len(x), 2, 3).unbind(1): hs.append(self.r(t, hs[-1]))
+            self.hs = torch.stack(hs[1:]).detach().unbind(0)
+            return self.f(hs[-1])
+    agree(lambda: dict(model=Cells, see=lambda l: list(l.model.hs)), tol=1e-6)
+
+# --- numbers that C code takes, in steps that are recorded
+
+def decided(by, n_steps, one_cycle=False):
+    "What a fit leaves whose loss is weighted so: retraced, and recorded in steps of so many"
+    def after_loss(cb): cb.learn.loss_grad = cb.loss_grad*by(cb)
+    res = []
+    for kw in (dict(replay=False), dict(steps_per_execution=n_steps)):
+        for seed in (torch.manual_seed, random.seed, manual_seed): seed(0)
+        cb = type('Cb', (Callback,), dict(after_loss=after_loss))()
+        learn = Learner(data(), mlp(), loss_func=nn.MSELoss(), cbs=cb).to_xla(**kw)
+        with learn.no_bar(), learn.no_logging(): learn.fit_one_cycle(2, 1e-2) if one_cycle else learn.fit(3, 1e-2)
+        res.append(list(map(float, learn.recorder.losses)))
+    test_close(*res, eps=1e-5)
+    assert not [why for why in learn.xla_opt.replay.reasons.why if 'audit' in why]
+
+bys = dict(epoch=lambda cb: 2. if math.isclose(cb.epoch, 1) else 1., iteration=lambda cb: 2. if math.isclose(cb.train_iter, 9) else 1.,
+           floor=lambda cb: 1. + math.floor(cb.pct_train*4), items=lambda cb: [1., .5, .1][cb.epoch])
+
+@pytest.mark.parametrize('n_steps', [1, 4])
+@pytest.mark.parametrize('by', bys)
+def test_numbers_that_c_code_takes(by, n_steps, recorded): decided(bys[by], n_steps)
+
+@pytest.mark.parametrize('n_steps', [1, 4])
+def test_a_learning_rate_that_is_near(n_steps, recorded):
+    decided(lambda cb: 2. if math.isclose(cb.opt.hypers[0]['lr'], 1e-2, rel_tol=.05) else 1., n_steps, one_cycle=True)

@@ -1,0 +1,118 @@
+"Tensors that share memory follow each other, across steps that are replayed or retraced: as on the CPU"
+from test_log import *
+from test_kinds_of_code import hooked
+
+stories = {}
+def story(f):
+    stories[f.__name__] = f
+    return f
+
+def penalty(cb, t): cb.learn.loss_grad = cb.learn.loss_grad + .1*t
+def memory(make, change, look=lambda cb: cb.seen.append(sum(t.sum() for t in cb.kept)), at=(3, 6)):
+    "A callback that keeps results in every third step, and changes them in place in another step"
+    def before_fit(cb): cb.seen,cb.kept = cb.learn.seen,None
+    def after_pred(cb):
+        if cb.training and cb.train_iter%at[0] == 0: cb.kept = make(cb)
+    def after_step(cb):
+        with torch.no_grad():
+            if cb.train_iter%at[1] == 2: change(cb, cb.kept)
+            if cb.train_iter%at[0] == 2: look(cb)
+    def see(learn): return [torch.as_tensor(o) for o in learn.seen]
+    def story():
+        def begin(cb):
+            cb.learn.seen = []
+            before_fit(cb)
+        return hooked(before_fit=begin, after_pred=after_pred, after_step=after_step) | dict(see=see)
+    return story()
+
+def bank(cb): return cb.pred.detach()[:4].repeat(1, 6)*(1+torch.arange(6, device=cb.pred.device))
+
+@story
+def rows_of_a_bank_and_the_bank():
+    def make(cb):
+        b = bank(cb)
+        return [b, *b]
+    return memory(make, lambda cb, k: k[0].mul_(3))
+
+@story
+def rows_of_a_bank_that_is_gone():
+    def change(cb, k): k[1].mul_(3)
+    return memory(lambda cb: list(bank(cb)), change)
+
+@story
+def halves_and_the_whole():
+    def make(cb):
+        b = bank(cb)
+        return [b, *b.chunk(2)]
+    return memory(make, lambda cb, k: k[1].add_(1))
+
+@story
+def a_row_of_a_column():
+    def make(cb):
+        b = bank(cb)
+        return [b.t()[2], b[:,2:4][1:], b]
+    return memory(make, lambda cb, k: k[2][1].mul_(2))
+
+@story
+def a_view_that_changes_the_whole():
+    def make(cb):
+        b = bank(cb)
+        return [b, b.view(-1)[3:7]]
+    return memory(make, lambda cb, k: k[1].zero_())
+
+@story
+def a_detached_prediction():
+    return memory(lambda cb: [cb.pred.detach(), cb.learn.pred], lambda cb, k: k[0].mul_(2), at=(3, 3))
+
+@story
+def a_row_of_a_bank_from_before():
+    "The bank is no result of the step that takes a view of it"
+    def make(cb):
+        if not hasattr(cb, 'bank'): cb.bank = bank(cb)
+        return [cb.bank[1], cb.bank[:,1]]
+    def change(cb, k):
+        cb.bank.mul_(.9)
+        cb.bank[1] += .1
+    return memory(make, change)
+
+@story
+def a_row_of_a_row():
+    def make(cb):
+        if not hasattr(cb, 'bank'): cb.bank = bank(cb)
+        cb.row = cb.bank[1]
+        return [cb.row[2:], cb.row]
+    return memory(make, lambda cb, k: cb.row.add_(1), look=lambda cb: cb.seen.append(cb.bank.sum() + cb.kept[0].sum()))
+
+@story
+def a_view_of_a_buffer_used_beside_it():
+    "Both are given to each step, and one is changed"
+    def before_fit(cb):
+        cb.bank = torch.ones(4, 3).to(cb.dls.device)
+        cb.row = cb.bank[1]
+        cb.learn.seen = []
+    def after_loss(cb):
+        if cb.training: penalty(cb, cb.pred.mean()*(cb.row.mean() + cb.bank.mean()))
+    def after_step(cb):
+        if cb.train_iter%5 < 3: cb.bank.mul_(.9)
+        if cb.train_iter%4 == 1: cb.learn.seen.append(cb.row.sum())
+    return hooked(before_fit=before_fit, after_loss=after_loss, after_step=after_step) | dict(see=lambda l: l.seen)
+
+@story
+def a_view_from_before_the_fit_that_no_step_is_given():
+    def before_fit(cb):
+        cb.bank = torch.ones(4, 3).to(cb.dls.device)
+        cb.row,cb.learn.seen = [cb.bank[1]],[]
+    def after_loss(cb):
+        if cb.training: penalty(cb, cb.pred.mean()*cb.bank.mean())
+    def after_step(cb): cb.bank.mul_(.9)
+    def after_batch(cb):
+        if cb.training and cb.iter%5 == 2: cb.learn.seen.append(cb.row[0].sum())
+    return hooked(before_fit=before_fit, after_loss=after_loss, after_step=after_step, after_batch=after_batch) | dict(see=lambda l: l.seen)
+
+@pytest.mark.parametrize('name', stories)
+def test_as_on_the_cpu(name):
+    (a,_),(b,learn),(c,_) = run(stories[name], False),run(stories[name], 'auto'),run(stories[name], False, xla=False)
+    for want,tol in ((a, 1e-6), (c, 1e-4)):
+        for k in want:
+            for x,y in zip(leaves(want[k]), leaves(b[k]), strict=True):
+                torch.testing.assert_close(torch.as_tensor(x), torch.as_tensor(y), rtol=tol, atol=tol, msg=lambda m: f'{k}: {m}')
