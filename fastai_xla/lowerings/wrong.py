@@ -113,7 +113,7 @@ def _diagonal_scatter(x, src, offset=0, dim1=0, dim2=1):
 
 # %% ../../nbs/api/01j_lowerings.wrong.ipynb #b2c1aa01
 nll_loss = Lowering('nll_loss', lambda: True,
-                    'a sample without a batch ends the process; the total of the weights, which `vmap` of a gradient divides by, is not computed')
+                    'a sample without a batch ends the process; the total of the weights, by which `vmap` divides, is missing')
 
 @nll_loss.kernel('nll_loss_forward', 'nll_loss2d_forward', views=True)
 def _nll_loss_forward(x, y, weight, reduction, ignore_index):
