@@ -8,8 +8,8 @@ Docs: https://fastai-xla.github.io/fastai_xla/api/learner.html.md"""
 __all__ = []
 
 # %% ../nbs/api/07_learner.ipynb #c31baef1
-import os, warnings
-from contextlib import suppress
+import os, threading, warnings
+from contextlib import contextmanager, suppress
 from weakref import WeakKeyDictionary
 
 import torch
@@ -146,6 +146,29 @@ def _warn_without(learn):
     warnings.warn(f"This learner has been moved to XLA by hand, without `learn.to_xla()`: {why}. "
                   f"Call `learn.to_xla()` instead of `.to(device)` on the model or the dataloaders.")
 
+# %% ../nbs/api/07_learner.ipynb #53669541
+_fitting = threading.RLock()
+_two_threads = ("Another thread fits a learner on XLA. PyTorch/XLA keeps one list of pending operations, and a step of one fit would run "
+                "what the other has half written. Fit one after the other (`thread.join()`), or each in a process of its own.")
+
+@contextmanager
+def _one_thread():
+    if not _fitting.acquire(blocking=False): raise RuntimeError(_two_threads)
+    try: yield
+    finally: _fitting.release()
+
+def _fit(learn, n_epoch, args):
+    _check_default()
+    settle(learn)
+    cb = learn.xla_opt
+    cb.log.start()
+    if cb.replay: cb.replay.start()
+    cb.fitting = True
+    try:
+        learn._under_fit(n_epoch, **args)
+        cb.settle()   # after an error, `_recover` has
+    finally: cb.fitting = False
+
 # %% ../nbs/api/07_learner.ipynb #53669542
 @patch
 def create_opt(self:Learner):
@@ -172,16 +195,7 @@ def fit(self:Learner, n_epoch, lr=None, wd=None, cbs=None, reset_opt=False, star
     if not hasattr(self, 'xla_opt'):
         _warn_without(self)
         return self._under_fit(n_epoch, **args)
-    _check_default()
-    settle(self)
-    cb = self.xla_opt
-    cb.log.start()
-    if cb.replay: cb.replay.start()
-    cb.fitting = True
-    try:
-        self._under_fit(n_epoch, **args)
-        cb.settle()   # after an error, `_recover` has
-    finally: cb.fitting = False
+    with _one_thread(): _fit(self, n_epoch, args)
 
 # %% ../nbs/api/07_learner.ipynb #7b0cd9d0
 def _recover(learn):

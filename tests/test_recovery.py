@@ -1,4 +1,6 @@
 "What a fit finds after a detour: parts of the model that have been on the CPU, and fits that ended in an exception"
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest, torch
 from torch import nn
 from fastai.vision.all import *
@@ -190,3 +192,17 @@ def test_interrupt_by_a_callback_comes_once(xla):
         with pytest.raises(KeyboardInterrupt): learn.fit(1)
         learn.fit(1)
     assert learn.once.done and len(learn.recorder.losses) == len(learn.dls.train)
+
+def test_a_second_thread_does_not_fit_at_the_same_time():
+    "It ended in `Check failed: tensor_data`, in either of them"
+    others = []
+    class Starts(Callback):
+        def after_batch(self):
+            if others: return
+            others.append(ThreadPoolExecutor(1).submit(small({}).fit, 1))
+            others[0].exception()
+    learn,plain = small({}, cbs=[Starts()]),small({})
+    with learn.no_logging(), plain.no_logging(): learn.fit(2), plain.fit(2)
+    with pytest.raises(RuntimeError, match='Fit one after the other'): others[0].result()
+    assert_same(weights(learn), weights(plain))
+    ThreadPoolExecutor(1).submit(learn.fit, 1).result()

@@ -27,13 +27,20 @@ from .effects import is_library
 from .watch import of_batch
 
 # %% ../../nbs/api/05f_capture.reads.ipynb #6a101f2e
+def _is_text(ins):
+    "Is the name that a `getattr` at the head of these instructions asks for written out, as in `getattr(self.learn, 'x', None)`?"
+    ops = [i.opname for i in ins[1:10] if i.opname not in ('LOAD_ATTR', 'PUSH_NULL', 'PRECALL')]+['']*4
+    if ops[2] in ('LOAD_CONST', 'LOAD_FAST', 'LOAD_GLOBAL', 'BUILD_LIST', 'BUILD_MAP'): del ops[2]   # the default
+    return ops[0] in ('LOAD_FAST', 'LOAD_DEREF') and ops[1] == 'LOAD_CONST' and ops[2] in ('CALL', 'CALL_FUNCTION')
+
 @functools.cache
 def _names(code):
     ins = list(dis.get_instructions(code))
     at = lambda *ops: frozenset(i.argval for i in ins if i.opname in ops)
     texts = frozenset(o for o in code.co_consts if isinstance(o, str) and o.isidentifier())
     names,attrs = at('LOAD_GLOBAL', 'LOAD_NAME'),at('LOAD_ATTR', 'LOAD_METHOD') | texts
-    made = 'getattr' in names and bool(at('BUILD_STRING', 'FORMAT_VALUE', 'FORMAT_SIMPLE', 'BINARY_OP', 'FOR_ITER'))
+    asks = [ins[i:] for i,o in enumerate(ins) if o.argval == 'getattr']
+    made = not all(map(_is_text, asks)) and bool(at('BUILD_STRING', 'FORMAT_VALUE', 'FORMAT_SIMPLE', 'BINARY_OP', 'FOR_ITER'))
     return names,attrs,at('STORE_ATTR'),made or 'vars' in names or '__dict__' in attrs
 
 # %% ../../nbs/api/05f_capture.reads.ipynb #e6d7d117

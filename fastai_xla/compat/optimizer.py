@@ -102,7 +102,15 @@ def _init_fastai(opt):
     for p in ps:
         if 'step' not in opt.state[p] and step_stat in opt.cbs: opt.state[p] = dict(step=0) | opt.state[p]
 
+def _plain_torch(opt):
+    "PyTorch's optimizer without what is for GPUs, where a step is one program anyway: fused kernels, `foreach`, numbers on the device"
+    for g in opt.param_groups:
+        if any(map(is_xla, g['params'])): g.update({k: False for k in ('fused', 'foreach') if g.get(k)})
+        if not isinstance(opt, torch.optim.NAdam) or g.get('capturable'): continue
+        for s in filter(None, map(opt.state.get, g['params'])): s['mu_product'] = s['mu_product'].cpu()   # where `load` moves it
+
 def _init_torch(opt):
+    _plain_torch(opt)
     ps = [p for g in opt.param_groups for p in g['params'] if is_xla(p) and p.requires_grad]
     if not ps or all(p in opt.state for p in ps): return
     grads,moms = [p.grad for p in ps],[g.get('momentum') for g in opt.param_groups]

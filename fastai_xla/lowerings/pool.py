@@ -51,7 +51,9 @@ def _pool(n):
         k,p = (list(o)*(n//len(o)) if not isinstance(o, int) else [o]*n for o in (kernel_size, padding))
         s = (k if not isinstance(stride, int) and not len(stride)
              else [stride]*n if isinstance(stride, int) else list(stride)*(n//len(stride)))
-        y = _Pool.apply(x, n, (_within(x.shape[-n:], k, s, p) if ceil_mode else k, s, p, ceil_mode, False, None))
+        args = _within(x.shape[-n:], k, s, p) if ceil_mode else k, s, p, ceil_mode, False, None
+        # `torch.func` cannot transform `_Pool`
+        y = as_before(_ops[n][0].default, x, *args) if in_transform() else _Pool.apply(x, n, args)
         if not count_include_pad and not divisor_override: return y
         within,counted = zip(*(_counts(*o) for o in zip(y.shape[-n:], x.shape[-n:], k, s, p)))
         factor = _outer(within)/(divisor_override or _outer(counted))

@@ -250,8 +250,13 @@ _layers = dict(lstm=_lstm_layer, gru=_gru_layer, rnn_tanh=_rnn_layer, rnn_relu=p
 rnn = Lowering('rnn', lacks(*(f'{o}.{kind}' for o in _layers for kind in ('input', 'data'))),
                "unrolled over time: minutes of compiling, again for each length; packed sequences have no backward pass")
 
+def _or_definition(op, f):
+    "`f`, or within `torch.func`, which cannot transform its derivative, PyTorch's definition of `op`"
+    return lambda *args: op.decompose(*args) if in_transform() else f(*args)
+
 for o,layer in _layers.items():
-    rnn.kernel(f'{o}.input', key='AutogradXLA')(_padded(layer))
-    rnn.kernel(f'{o}.data', key='AutogradXLA')(_packed(layer))
+    op = getattr(torch.ops.aten, o)
+    rnn.kernel(f'{o}.input', key='AutogradXLA')(_or_definition(op.input, _padded(layer)))
+    rnn.kernel(f'{o}.data', key='AutogradXLA')(_or_definition(op.data, _packed(layer)))
 
 for o,f in (('_pack_padded_sequence', _pack), ('_pad_packed_sequence', _pad)): rnn.kernel(o, key='AutogradXLA')(f)

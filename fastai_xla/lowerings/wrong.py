@@ -112,7 +112,20 @@ def _diagonal_scatter(x, src, offset=0, dim1=0, dim2=1):
     return rows.index_copy(-1, at, src).unflatten(-1, (x.shape[dim1], x.shape[dim2])).movedim((-2, -1), (dim1, dim2))
 
 # %% ../../nbs/api/01j_lowerings.wrong.ipynb #b2c1aa01
-nll_loss = Lowering('nll_loss', lambda: True, 'a sample without a batch ends the process')
+nll_loss = Lowering('nll_loss', lambda: True,
+                    'a sample without a batch ends the process; the total of the weights, by which `vmap` divides, is missing')
+
+@nll_loss.kernel('nll_loss_forward', 'nll_loss2d_forward', views=True)
+def _nll_loss_forward(x, y, weight, reduction, ignore_index):
+    dim = min(x.dim()-1, 1)
+    n = x.shape[dim]
+    classes = [n]+[1]*(x.dim()-1-dim)
+    hot = y.int().unsqueeze(dim) == torch.arange(n, dtype=torch.int32, device=x.device).view(classes)   # a TPU has no int64
+    counts = (y != ignore_index) & (y >= 0) & (y < n)
+    weights = counts.to(x.dtype) if weight is None else torch.where(counts, torch.where(hot, weight.view(classes), 0).sum(dim), 0)
+    loss,total = torch.where(counts, -torch.where(hot, x, 0).sum(dim)*weights, 0),weights.sum()
+    if reduction: loss = loss.sum()/total if reduction == 1 else loss.sum()
+    return loss,total
 
 def _nll_loss(x, y, weight=None, reduction=1, ignore_index=-100):
     loss = torch.ops.aten.nll_loss_forward(x if x.dim() > 1 else x[None], y.reshape(1) if x.dim() == 1 else y,
