@@ -19,6 +19,7 @@ from fastai.learner import Learner, AvgSmoothLoss
 
 from .runtime import *
 from .graphs import *
+from .shared import *
 from .mesh import mesh
 from .compat.core import kept_on_device
 from .data import RawBatch

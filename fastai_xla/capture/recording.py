@@ -15,6 +15,7 @@ from fastcore.all import *
 from ..runtime import *
 from ..mesh import *
 from ..graphs import *
+from ..shared import *
 from ..transfer import *
 from ..draws import *
 from .state import *
