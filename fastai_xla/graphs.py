@@ -7,10 +7,9 @@ Docs: https://fastai-xla.github.io/fastai_xla/api/graphs.html.md"""
 # %% auto #0
 __all__ = ['pending', 'graph_text', 'hlo_text', 'stablehlo', 'stablehlo_text', 'graph_hash', 'graph_debug', 'graph_scope',
            'use_cache', 'memory_info', 'manual_seed', 'rng_state', 'cannot_replay', 'tensor_id', 'buffers',
-           'send_constants', 'known_constants', 'n_holders', 'memory_of', 'is_shared', 'is_whole', 'hold_value',
-           'put_value', 'graph_inputs', 'compile_graph', 'Dropped', 'run_graph', 'seed_tensor', 'advance_rng',
-           'next_seed', 'after_draws', 'n_draws', 'n_syncs', 'n_moves', 'settle_tensors', 'compute', 'drop_pending',
-           'shared_scalars']
+           'send_constants', 'known_constants', 'n_holders', 'graph_inputs', 'compile_graph', 'Dropped', 'run_graph',
+           'seed_tensor', 'advance_rng', 'next_seed', 'after_draws', 'n_draws', 'n_syncs', 'n_moves', 'settle_tensors',
+           'compute', 'drop_pending', 'shared_scalars']
 
 # %% ../nbs/api/00b_graphs.ipynb #78c9b5c2
 import os
@@ -176,43 +175,6 @@ def n_holders(
     at = [t.untyped_storage()._cdata for t in ts]
     own = Counter(at)
     return [torch._C._storage_Use_Count(o)-own[o] for o in at]
-
-def memory_of(
-    t, # XLA tensor
-) -> int:
-    "A number that is equal for tensors that are views of each other, or of one"
-    with torch._C.DisableTorchFunctionSubclass(): return t.untyped_storage()._cdata
-
-def is_shared(
-    ts:list, # XLA tensors
-) -> bool:
-    "Does one of `ts` share its storage, with another of them or with any tensor?"
-    return any(torch._C._storage_Use_Count(t.untyped_storage()._cdata) > 1 for t in ts)
-
-def is_whole(
-    t, # XLA tensor
-) -> bool:
-    "Has `t` all of its storage, or is it a view?"
-    with torch._C.DisableTorchFunctionSubclass(): return torch._is_functional_tensor_base(t)
-
-def hold_value(
-    t, # XLA tensor whose value is pending, and known
-    value, # XLA tensor that is computed
-):
-    "Let `t` hold `value`. It stays a view of what it is a view of, and nothing is computed"
-    with torch._C.DisableTorchFunctionSubclass():
-        torch._sync(t)
-        torch._functionalize_replace(t, torch._from_functional_tensor(value) if torch._is_functional_tensor(value) else value)
-
-def put_value(
-    t, # XLA tensor
-    value, # XLA tensor of its shape
-):
-    "The same as a change of `t` in place: what shares its memory follows, and is pending where it is a view"
-    hold_value(t, value)
-    with torch._C.DisableTorchFunctionSubclass():
-        torch._functionalize_commit_update(t)
-        torch._sync(t)
 
 # %% ../nbs/api/00b_graphs.ipynb #1a11439c
 def graph_inputs(

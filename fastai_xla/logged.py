@@ -19,6 +19,7 @@ from fastai.learner import Learner, AvgSmoothLoss
 
 from .runtime import *
 from .graphs import *
+from .shared import *
 from .mesh import mesh
 from .compat.core import kept_on_device
 from .data import RawBatch
@@ -105,7 +106,6 @@ def one_batch(self:Logged,
     learn('after_batch')
     learn.replayed = None
 
-# %% ../nbs/api/06bb_logged.ipynb #cf9c38f2
 def _shape(t):
     with torch._C.DisableTorchFunctionSubclass(): return getattr(t, 'shape', None)
 
@@ -216,7 +216,6 @@ def _compiled(self:Logged, leaf, held, programs):
     leaf.program = [p, *programs]
     return p
 
-# %% ../nbs/api/06bb_logged.ipynb #4b3c918e
 @patch
 def _audit_due(self:Logged, p):
     "At the 2nd, 4th, 8th, ... batch of a program, and at the first of each epoch that one serves"

@@ -173,8 +173,9 @@ def _run(self:Replay, rec, inputs, same):
     if rec.beside.end: raise rec.beside.end()
 
 # %% ../nbs/api/06b_replay.ipynb #efd78783
-# others after a change in place
-def _tensor_ids(o): return [tensor_id(t) for t in flatten(o)[0] if isinstance(t, torch.Tensor) and is_xla(t)]
+def _tensor_ids(o):
+    "Others after a change in place"
+    return [tensor_id(t) for t in flatten(o)[0] if isinstance(t, torch.Tensor) and is_xla(t)]
 
 @patch
 def give(self:Replay,

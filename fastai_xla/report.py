@@ -109,9 +109,8 @@ class XLAReport:
             index=[f'{p} batch' for p in _warm_up])
 
     @property
-    def recordings(self):
-        cols = ['phase', 'batch', 'recordings']
-        return pd.DataFrame([(*kind, n) for kind,n in sorted(self.recorded.items())], columns=cols).set_index('phase')
+    def empty(self) -> bool: # Has there been no fit yet?
+        return self.watch is None and not any(self.log.batches.values()) and not self.log.compiled
 
     @property
     def clean(self) -> bool: # Do the steady batches keep the step contract?
@@ -119,8 +118,10 @@ class XLAReport:
 
 # %% ../nbs/api/02_report.ipynb #0a5d3f48
 @patch(as_prop=True)
-def empty(self:XLAReport) -> bool: # Has there been no fit yet?
-    return self.watch is None and not any(self.log.batches.values()) and not self.log.compiled
+def recordings(self:XLAReport) -> pd.DataFrame: # One row for each kind of batch
+    "How many recordings serve each kind of batch"
+    cols = ['phase', 'batch', 'recordings']
+    return pd.DataFrame([(*kind, n) for kind,n in sorted(self.recorded.items())], columns=cols).set_index('phase')
 
 @patch
 def _parts(self:XLAReport):

@@ -37,7 +37,8 @@ def test_what_metrics_are_computed_of_is_changed_before_the_recorder_looks(f, in
     test_close(cpu[0], replayed[0], eps=1e-4)
 
 def test_such_a_change_that_only_the_tensor_tells_of():
-    with pytest.warns(UserWarning, match='changes `learn.pred`'): (_,plain,replayed),_ = heard(dict(after_batch=louder_elsewhere), fits=(1, 1))
+    with pytest.warns(UserWarning, match='changes `learn.pred`'):
+        (_,plain,replayed),_ = heard(dict(after_batch=louder_elsewhere), fits=(1, 1))
     test_close(plain[1], replayed[1], eps=1e-5)   # the first batch of the first fit is without it, as the warning says
 
 def after_lr_find(replay, model, draws=True, due=None):

@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from fastcore.all import *
 
 from ..graphs import *
+from ..shared import *
 from .known import *
 from .values import *
 from .calls import *

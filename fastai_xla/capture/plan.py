@@ -14,6 +14,7 @@ from fastcore.all import *
 
 from ..runtime import *
 from ..graphs import *
+from ..shared import *
 from ..transfer import *
 from .state import *
 from .step import *

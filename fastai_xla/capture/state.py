@@ -23,6 +23,7 @@ from fastcore.all import *
 
 from ..runtime import *
 from ..graphs import *
+from ..shared import *
 
 if L not in pytree.SUPPORTED_NODES: pytree.register_pytree_node(L, lambda l: (list(l), None), lambda items,_: L(list(items)))
 
@@ -152,6 +153,7 @@ def put_all(
             whole.add(memory_of(t))
     for t,v in views: (hold_value if memory_of(t) in whole else lone)(t, v)
 
+# %% ../../nbs/api/05b_capture.state.ipynb #d75156ba
 class Kept:
     "The data of XLA tensors, to be put back once a step has been traced"
     def __init__(self,
@@ -243,7 +245,6 @@ def restore(self:Memory):
         for k,v in was.items():
             if k not in d or d[k] is not v: d[k] = v
 
-# %% ../../nbs/api/05b_capture.state.ipynb #8d7dcefb
 def item(d, k): return d[k]
 def leaf(d, k, i): return flatten(d[k])[0][i]
 def grad(p): return p.grad

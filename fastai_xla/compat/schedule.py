@@ -40,6 +40,7 @@ def _cut_where_diverged(
         del cb._random[end:]
     return True
 
+# %% ../../nbs/api/04f_compat.schedule.ipynb #cd5c0548
 @patch
 def before_fit(self:LRFinder):
     "Initialize container for hyper-parameters and save the model"
