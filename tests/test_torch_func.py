@@ -38,7 +38,6 @@ def test_a_model_is_differentiated(name):
 losses = dict(cross_entropy=F.cross_entropy, smoothed=lambda p, y: F.cross_entropy(p, y, label_smoothing=.1),
               weighted=lambda p, y: F.cross_entropy(p, y, weight=torch.arange(1., 5, device=p.device)),
               nll=lambda p, y: F.nll_loss(p.log_softmax(1), y, ignore_index=1), huber=lambda p, y: F.huber_loss(p[:,0], y.float()),
-              pixels=lambda p, y: F.nll_loss(p[...,None].log_softmax(1), y[...,None], weight=torch.arange(1., 5, device=p.device)),
               cosine=lambda p, y: F.cosine_embedding_loss(p, p.flip(0), y*2.-1))
 
 @pytest.mark.parametrize('name', losses)
@@ -62,11 +61,11 @@ def test_an_ensemble_trains_with_the_gradients_of_its_members():
     assert torch.allclose(each, grads(device()).cpu(), atol=1e-5)
 
 @pytest.mark.parametrize('weight', [None, torch.tensor([1., 2, 3])])
-@pytest.mark.parametrize('shape', [(3,), (6, 3), (4, 3, 2, 2)])
+@pytest.mark.parametrize('shape', [(3,), (6, 3)])
 def test_the_total_of_the_weights_is_computed(shape, weight):
     torch.manual_seed(0)
-    op = torch.ops.aten.nll_loss2d_forward if len(shape) > 2 else torch.ops.aten.nll_loss_forward
-    x,y = torch.randn(shape),torch.randint(3, (shape[:1] + shape[2:]) if len(shape) > 1 else ())
+    op = torch.ops.aten.nll_loss_forward
+    x,y = torch.randn(shape),torch.randint(3, shape[:-1])
     for ignore in (-100, 1):
         for i in (0, 1):
             close(lambda d: op(x.to(d), y.to(d), None if weight is None else weight.to(d), 2, ignore)[i])

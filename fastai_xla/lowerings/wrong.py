@@ -115,17 +115,14 @@ def _diagonal_scatter(x, src, offset=0, dim1=0, dim2=1):
 nll_loss = Lowering('nll_loss', lambda: True,
                     'a sample without a batch ends the process; the total of the weights, by which `vmap` divides, is missing')
 
-@nll_loss.kernel('nll_loss_forward', 'nll_loss2d_forward', views=True)
+@nll_loss.kernel('nll_loss_forward', views=True)
 def _nll_loss_forward(x, y, weight, reduction, ignore_index):
-    dim = min(x.dim()-1, 1)
-    n = x.shape[dim]
-    classes = [n]+[1]*(x.dim()-1-dim)
-    hot = y.int().unsqueeze(dim) == torch.arange(n, dtype=torch.int32, device=x.device).view(classes)   # a TPU has no int64
-    counts = (y != ignore_index) & (y >= 0) & (y < n)
-    weights = counts.to(x.dtype) if weight is None else torch.where(counts, torch.where(hot, weight.view(classes), 0).sum(dim), 0)
-    loss,total = torch.where(counts, -torch.where(hot, x, 0).sum(dim)*weights, 0),weights.sum()
-    if reduction: loss = loss.sum()/total if reduction == 1 else loss.sum()
-    return loss,total
+    "torch_xla's loss, by its kernel for images, and the total, which is in no graph that does not use it"
+    rows,at = (x,y) if x.dim() > 1 else (x[None],y.reshape(1))
+    loss = torch.ops.aten.nll_loss2d_forward(rows[...,None,None], at[...,None,None], weight, reduction, ignore_index)[0]
+    counts = (at != ignore_index).to(x.dtype)
+    of = 1 if weight is None else weight.index_select(0, at.clamp(0, rows.shape[1]-1))
+    return loss if reduction else loss.view(y.shape),(counts*of).sum()
 
 def _nll_loss(x, y, weight=None, reduction=1, ignore_index=-100):
     loss = torch.ops.aten.nll_loss_forward(x if x.dim() > 1 else x[None], y.reshape(1) if x.dim() == 1 else y,
