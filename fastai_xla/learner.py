@@ -179,7 +179,7 @@ def create_opt(self:Learner):
 @patch
 def before_fit(self:TrainEvalCallback):
     "Set the iter and epoch counters to 0, put the model and the right device"
-    if hasattr(self.learn, 'xla_opt'): settle(self.learn, opt=self.learn.xla_opt.fitting)   # the model stays, whatever the dataloaders' device has been
+    if hasattr(self.learn, 'xla_opt'): settle(self.learn, opt=self.learn.xla_opt.fitting)   # not to the device of the dataloaders
     self._under_before_fit()
 
 @patch

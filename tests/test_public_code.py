@@ -117,7 +117,8 @@ def test_a_kernel_that_is_missing_is_named():
     with warnings.catch_warnings():
         warnings.simplefilter('ignore')
         learn = run(lambda: net(forward), 'auto')[1]
-    assert any(k.startswith('torch.special.bessel_j0 at') and 'aten::special_bessel_j0 on the CPU' in k for k in learn.xla_opt.replay.reasons.why)
+    why = learn.xla_opt.replay.reasons.why
+    assert any(k.startswith('torch.special.bessel_j0 at') and 'aten::special_bessel_j0 on the CPU' in k for k in why)
 
 def test_unet_with_a_loss_of_the_users():
     "Its blocks read what hooks on the encoder have stored, and its last layer an attribute of what it is given"

@@ -161,7 +161,8 @@ def test_recorded_again_and_why():
     report = learn.xla_report()
     assert report.again == {'label_smoothing 0.0 -> 0.1': 2} and report.audits == {'training': 2+2+1, 'validation': 1+1+1}, report
     assert report.recordings.recordings.to_dict() == dict(training=2, validation=2)
-    assert all(s in o for o in (repr(report), report._repr_html_()) for s in ('Recorded again (2 times): label_smoothing', 'Audits: 5 training'))
+    told = 'Recorded again (2 times): label_smoothing', 'Audits: 5 training'
+    assert all(s in o for o in (repr(report), report._repr_html_()) for s in told)
     with learn.no_bar(), learn.no_logging(): learn.fit(1)
     assert report.again and report.audits['training'] == 5, 'a report is that of its fit, whatever comes after'
 

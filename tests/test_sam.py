@@ -220,7 +220,7 @@ def test_replayed(case):
     assert [float(l) for l in a.recorder.losses] == [float(l) for l in b.recorder.losses]
     if case != 'wrapped':
         rec = b.xla_opt.replay
-        assert not rec.reasons.why and sum(r.runs for rs in rec.kinds.recs.values() for r in rs) == 3*12   # every batch, of training and validation
+        assert not rec.reasons.why and sum(r.runs for rs in rec.kinds.recs.values() for r in rs) == 3*12   # every batch
     assert not b.model._forward_pre_hooks
 
 class Leaves(Callback):

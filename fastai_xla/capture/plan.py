@@ -158,25 +158,27 @@ class Results:
         self.in_place = [(at[key], r) for (f,*a),r in self.updated if (key := (f, *map(id, a))) in at]
         self.elsewhere = [((f, *a), r) for (f,*a),r in self.updated if (f, *map(id, a)) not in at]
 
-    def put(self,
-        state:list, # From `Plan.state`
-        res:list, # Outputs of the program
-        inputs:list, # The batch
-        values:list, # Of the tape
-        untouched:bool, # As for `Recording.run`
-    ): # What the step returns
-        "Leave everything as the step's Python would have left it"
-        ts = [state[i] for i,_ in self.in_place] + [f(*a) for (f,*a),_ in self.elsewhere]
-        new = [res[r] for _,r in self.in_place+self.elsewhere]
-        if not untouched: self.shared = is_shared(ts)
-        if self.shared: put_all(ts, new, lone=put_value)
-        else:
-            for t,v in zip(ts, new): set_data(t, v)
-        for d,k,leaves,spec in self.replaced: d[k] = _build(leaves, spec, res, inputs)
-        for p,r in self.grads: p.grad = None if r is None else res[r]
-        for d,k,v in self.counts: put_number(d, k, values[v[0]] if type(v) is tuple else v)
-        return _build(*self.outs, res, inputs)
-
+# %% ../../nbs/api/05gb_capture.plan.ipynb #8d259573
 def _build(leaves, spec, res, inputs):
     ts = [o[1] if o[0] == 'same' else _typed((res if o[0] == 'root' else inputs)[o[1]], o[2]) for o in leaves]
     return ts[0] if spec.is_leaf() else pytree.tree_unflatten(ts, spec)
+
+@patch
+def put(self:Results,
+    state:list, # From `Plan.state`
+    res:list, # Outputs of the program
+    inputs:list, # The batch
+    values:list, # Of the tape
+    untouched:bool, # As for `Recording.run`
+): # What the step returns
+    "Leave everything as the step's Python would have left it"
+    ts = [state[i] for i,_ in self.in_place] + [f(*a) for (f,*a),_ in self.elsewhere]
+    new = [res[r] for _,r in self.in_place+self.elsewhere]
+    if not untouched: self.shared = is_shared(ts)
+    if self.shared: put_all(ts, new, lone=put_value)
+    else:
+        for t,v in zip(ts, new): set_data(t, v)
+    for d,k,leaves,spec in self.replaced: d[k] = _build(leaves, spec, res, inputs)
+    for p,r in self.grads: p.grad = None if r is None else res[r]
+    for d,k,v in self.counts: put_number(d, k, values[v[0]] if type(v) is tuple else v)
+    return _build(*self.outs, res, inputs)
