@@ -226,6 +226,7 @@ def _is_dead(t):
 def _drop_dead(self:Memory):
     "Leave out aliases whose memory a step has donated: what a module has kept of its last validation, and sets again before it reads it"
     ts = {i: t for i,(t,_) in self.readers.items()}
+    settle_views(list(ts.values()))
     try: buffers(list(ts.values()))
     except RuntimeError: self.readers = {i: r for i,r in self.readers.items() if not _is_dead(ts[i])}
 
@@ -284,10 +285,9 @@ def live_tensors(
 ) -> list: # XLA tensors that are computed
     "What else is alive on XLA devices, wherever it is held: one scan of the garbage collector's objects, some 0.1 s"
     known = set(map(id, known))
-    ts = _tensors()
-    ts = [t for t in ts if id(t) not in known and is_xla(t)]
-    ts = [t for t in ts if torch._is_functional_tensor(t)]   # others are what kernels see of these
-    ts = [t for t,p in zip(ts, pending(ts)) if not p]
+    # those that are not functional are what kernels see of these
+    ts = [t for t in _tensors() if id(t) not in known and is_xla(t) and torch._is_functional_tensor(t)]
+    settle_views(ts)
     return [t for t in ts if not _is_dead(t)]
 
 # %% ../../nbs/api/05b_capture.state.ipynb #d992e8b3
