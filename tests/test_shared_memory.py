@@ -109,6 +109,19 @@ def a_view_from_before_the_fit_that_no_step_is_given():
         if cb.training and cb.iter%5 == 2: cb.learn.seen.append(cb.row[0].sum())
     return hooked(before_fit=before_fit, after_loss=after_loss, after_step=after_step, after_batch=after_batch) | dict(see=lambda l: l.seen)
 
+class FlatBuffer(Callback):
+    "Parameters as views of one buffer, as for one fused update"
+    def before_fit(self):
+        ps,at = list(self.model.parameters()),0
+        self.flat = torch.cat([p.data.flatten() for p in ps])
+        for p in ps:
+            p.data = self.flat[at:at+p.numel()].view_as(p)
+            at += p.numel()
+    def after_step(self): self.norm = self.flat.norm()
+
+@story
+def parameters_of_one_buffer(): return dict(cbs=FlatBuffer, opt_func=SGD, see=lambda learn: [p.detach() for p in learn.model.parameters()])
+
 @pytest.mark.parametrize('name', stories)
 def test_as_on_the_cpu(name):
     (a,_),(b,learn),(c,_) = run(stories[name], False),run(stories[name], 'auto'),run(stories[name], False, xla=False)

@@ -14,6 +14,7 @@ from fastcore.all import *
 
 from ..runtime import *
 from ..graphs import *
+from ..shared import *
 from ..transfer import *
 from ..draws import python_lock
 from .numbers import *
@@ -78,6 +79,7 @@ class StepTrace:
 def _trace(self:StepTrace, calls, escaped, seed, then):
     path,outside,hosts,nums,taken,states = calls
     settle_tensors()
+    settle_views(outside)
     _as_of_a_run(outside, states)
     rng = rng_state()
     manual_seed(rng)
