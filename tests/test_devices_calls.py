@@ -90,14 +90,14 @@ def test_one_device_is_no_mesh():
 def test_layout_is_guarded():
     "A recording for a batch that is split by rows does not serve one that is split by columns"
     out = says("""
-from fastai_xla import recordings
+from fastai_xla import kinds
 from fastai_xla.mesh import lay_out
 class Turn(Callback):
     order = -50
     def before_batch(self):
         if self.iter in (5, 6, 7): lay_out(self.learn.xb[0], (None, None, 'data'))
 def losses(guarded):
-    recordings.layout = layout if guarded else lambda t: ''
+    kinds.layout = layout if guarded else lambda t: ''
     set_seed(0)
     learn = cases.images(cbs=Turn())
     learn.to_xla(devices='all')
