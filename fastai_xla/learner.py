@@ -149,7 +149,7 @@ def _warn_without(learn):
 # %% ../nbs/api/07_learner.ipynb #53669541
 _fitting = threading.RLock()
 _two_threads = ("Another thread fits a learner on XLA. PyTorch/XLA keeps one list of pending operations, and a step of one fit would run "
-                "what the other has half written. Fit one after the other (`thread.join()`), or each in a process of its own.")
+                "what the other has traced halfway. Fit one after the other (`thread.join()`), or each in a process of its own.")
 
 @contextmanager
 def _one_thread():
