@@ -8,9 +8,10 @@ Docs: https://fastai-xla.github.io/fastai_xla/api/capture.numbers.html.md"""
 __all__ = ['Tape', 'Tracked', 'true_value', 'recorded_math']
 
 # %% ../../nbs/api/05a_capture.numbers.ipynb #96e3d50d
-import ctypes, math, operator, random
+import ctypes, math, operator, random, sys
 from contextlib import contextmanager
 from functools import cache
+from types import ModuleType
 
 from fastcore.all import *
 
@@ -143,7 +144,7 @@ def _escape(f):
 
 for _c in (_Float, _Int):
     for _n in 'lt le eq ne gt ge'.split(): setattr(_c, f'__{_n}__', _compare(getattr(operator, _n)))
-    for _n,_f in dict(bool=bool, int=int, hash=hash, round=round, trunc=math.trunc, floor=math.floor, ceil=math.ceil,
+    for _n,_f in dict(bool=bool, int=int, float=float, hash=hash, round=round, trunc=math.trunc, floor=math.floor, ceil=math.ceil,
                       repr=repr, str=str, format=format).items():
         setattr(_c, f'__{_n}__', _escape(_f))
 _Int.__index__ = _escape(operator.index)
@@ -168,9 +169,12 @@ def _recording(f, decides):
 
 @contextmanager
 def recorded_math():
-    "Within the block, functions of `math` record what they do to tracked numbers"
+    "Within the block, functions of `math` record what they do to tracked numbers, also where a module has imported them by name"
     orig = {n: getattr(math, n) for n in (*_math, *_decide) if hasattr(math, n)}
-    for n,f in orig.items(): setattr(math, n, _recording(f, n in _decide))
+    new = {n: _recording(f, n in _decide) for n,f in orig.items()}
+    spaces = [vars(m) for m in list(sys.modules.values()) if isinstance(m, ModuleType)]
+    places = [(d, n) for d in spaces for n in d.keys() & orig if d[n] is orig[n]]
+    for d,n in places: d[n] = new[n]
     try: yield
     finally:
-        for n,f in orig.items(): setattr(math, n, f)
+        for d,n in places: d[n] = orig[n]

@@ -12,6 +12,7 @@ import torch
 from fastcore.all import *
 
 from .core import *
+from ..shared import *
 
 # %% ../../nbs/api/01a_lowerings.norm.ipynb #e7793200
 def _dims(x): return [d for d in range(x.dim()) if d != 1],[1,-1]+[1]*(x.dim()-2)
@@ -66,5 +67,11 @@ def _batch_norm(x, weight, bias, running_mean, running_var, train, mom, eps):
 
 @batch_norm.kernel('_native_batch_norm_legit.no_stats')
 def _batch_norm_no_stats(x, weight, bias, train, mom, eps): return _train_forward(x, weight, bias, None, None, mom, eps)
+
+@batch_norm.kernel('native_batch_norm', key='AutogradXLA')
+def _batch_norm_with_views(x, weight, bias, running_mean, running_var, train, mom, eps):
+    res = as_before(torch.ops.aten.native_batch_norm.default, x, weight, bias, running_mean, running_var, train, mom, eps)
+    if train: tell_views([running_mean, running_var])
+    return res
 
 batch_norm.kernel('native_batch_norm_backward')(_backward);
