@@ -144,7 +144,7 @@ def _step(self:Logged, b):
         _zeros(m, learn.xla_opt.device)
         # of the loss's class from the first batch on, and no call of the step
         if isinstance(m, AvgSmoothLoss) and type(m.val) is T: m.val = _make_subclass(type(learn.loss), m.val)
-    with kept_on_device(learn):
+    with kept_on_device(learn), as_counted(learn):
         for m in batch.mets: _accumulate(m, learn)
         for m in batch.keeping: m.accumulate(learn)
     if learn.training and any(m is rec.smooth_loss for m in batch.mets): batch.smooth = rec.smooth_loss.value
