@@ -78,9 +78,12 @@ def _cuts(cb):
     cut = {c.__name__ for c in _cancels[:-1]}
     return not cut.isdisjoint(names) or any(_is_cut(o) for n,found in names.items() for o in (*found, own.get(n)))
 
+def _may_differ(o, named):
+    if isinstance(o, (int, float, str, type, ModuleType)): return named
+    return bool(vars(o)) if isinstance(o, FunctionType) else not isinstance(o, (BuiltinFunctionType, tuple, NoneType, torch.dtype, torch.device))
+
 def _ends(cb): return _is_user_callback(cb) and _acts(cb, ('after_batch',)) and hasattr(cb, 'after_batch')
 
-_fixed = FunctionType, BuiltinFunctionType, type, ModuleType, tuple, NoneType, torch.dtype, torch.device
 def _sees(met, names):
     "May a metric read what an `after_batch` with these names in its code has set?"
     if isinstance(met, LossMetric): return met.attr in names
@@ -88,8 +91,7 @@ def _sees(met, names):
     f = getattr(f, 'func', f)
     if is_library(getattr(f, '__module__', None) or type(f).__module__): return False
     if not isinstance(f, FunctionType): return True
-    def may_change(n, o): return n in names if isinstance(o, (int, float, str)) else not isinstance(o, _fixed)
-    return any(may_change(n, o) for n,found in names_in(f).items() for o in found)
+    return any(_may_differ(o, n in names) for n,found in names_in(f).items() for o in found)
 
 # %% ../nbs/api/06aa_learner_step.ipynb #141dc0a6
 def loss_module(

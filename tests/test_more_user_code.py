@@ -106,3 +106,34 @@ def test_numbers_that_c_code_takes(by, n_steps, recorded): decided(bys[by], n_st
 @pytest.mark.parametrize('n_steps', [1, 4])
 def test_a_learning_rate_that_is_near(n_steps, recorded):
     decided(lambda cb: 2. if math.isclose(cb.opt.hypers[0]['lr'], 1e-2, rel_tol=.05) else 1., n_steps, one_cycle=True)
+
+class Sets(Callback):
+    "What a metric may read, set before the recorder looks"
+    order = 10
+    def before_fit(self): self.by = 0.
+    def after_batch(self):
+        self.by = float(self.iter+1)
+        self.learn.loss_func.part = self.loss.detach()*self.by
+
+def reads_callback(p, t): return (p-t).mean()*0 + reads_callback.learn.sets.by
+def reads_batch_number(p, t): return (p-t).mean()*0 + reads_batch_number.learn.train_iter
+
+@pytest.mark.parametrize('own_code', [False, True])
+@pytest.mark.parametrize('metric', [reads_callback, reads_batch_number, lambda: LossMetric('part')], ids=['callback', 'batch number', 'loss'])
+def test_a_metric_reads_what_is_set_after_the_batch(metric, own_code):
+    res = []
+    for replay in (None, False, 'auto'):
+        torch.manual_seed(0)
+        random.seed(0)
+        learn = Learner(data(), mlp(), loss_func=MSELossFlat(), cbs=[Sets()] if metric is not reads_batch_number or own_code else [])
+        learn.metrics = [metric() if metric.__name__ == '<lambda>' else metric]
+        metric.learn,learn.recorder.train_metrics = learn,True
+        if replay is not None: learn.to_xla(replay=replay)
+        with learn.no_bar(), learn.no_logging(): learn.fit(3, 1e-2, cbs=type('Cb', (Callback,), dict(after_loss=lambda cb: None))() if own_code else [])
+        res.append([[float(v) for v in vs[1::2]] for vs in learn.recorder.values])
+    for r in res[1:]: test_close(r, res[0], eps=1e-4)
+
+def test_only_a_metric_that_may_read_it_is_computed_after_the_step():
+    learn = Learner(data(), mlp(), loss_func=MSELossFlat(), metrics=[mse, lambda p,t: (p-t).abs().max()], cbs=Sets()).to_xla()
+    with learn.no_bar(), learn.no_logging(): learn.fit(3, 1e-2)
+    assert not any('metrics' in why for why in learn.xla_report().beside)

@@ -34,6 +34,13 @@ def a_view_made_without_gradients_of_what_changes_in_place():
     return net(lambda s,x: s.b(x.relu())) | hooked(after_step=after_step)
 
 @story
+def weights_are_set_to_other_tensors():
+    def after_step(cb):
+        with torch.no_grad():
+            for p in cb.model.parameters(): p.set_(p.clone()*.99)
+    return net(lambda s,x: s.b(x.relu())) | hooked(after_step=after_step)
+
+@story
 def a_row_without_gradients_is_kept():
     def after_step(cb):
         with torch.no_grad():

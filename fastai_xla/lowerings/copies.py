@@ -89,3 +89,8 @@ def contiguous(self, memory_format=torch.contiguous_format):
     return res.clone() if res is self and is_xla(res) and _is_view(res) and views.active and _copies(_op, res, ()) else res
 
 torch.Tensor.contiguous = contiguous
+
+@views.kernel('set_.source_Tensor', key='AutogradXLA')
+def _set(x, source):
+    x.data = source
+    return x
