@@ -21,7 +21,7 @@ from fastai.learner import Learner, CastToTensor
 from .compat.learner import no_inference_mode
 from .compat.mixup import mixes
 from .compat.optimizer import zeros_shown
-from .data import RawBatch, feed, feedable, in_groups
+from .data import RawBatch, feed, feedable, in_groups, in_turn
 from .capture.effects import is_library, names_in
 from .capture.values import *
 from .capture.patches import looked_at, set_aside, watched
@@ -29,6 +29,7 @@ from .learner_step import *
 from .learner_step import _looks
 from .replay import *
 from .logged import *
+from .reach import *
 from .patching import patch, theirs
 
 # %% ../nbs/api/06c_loop.ipynb #acbdef69
@@ -69,6 +70,7 @@ def _replaced():
 def all_batches(self:Learner):
     "Train or evaluate `self.model` on all the batches of `self.dl`"
     mode = no_inference_mode() if 'xla_opt' in self.__dict__ else nullcontext()
+    if 'xla_opt' in self.__dict__ and feedable(self.dl): (in_turn.add if reaches_items(self) else in_turn.discard)(self.dl)
     with mode, set_aside('another learner runs within the step'): _all_batches(self)
 
 def _all_batches(self):

@@ -24,10 +24,11 @@ from .capture.effects import is_library
 from .capture.recording import *
 from .capture.watch import _base_attrs
 from .lifetimes import *
+from .events import *
 from .learner_step import *
 from .helpers import *
 from .kinds import *
-from .learner_step import _hears_all, _numbers_of
+from .learner_step import _numbers_of
 
 # %% ../nbs/api/06ab_recordings.ipynb #06ab0002
 class Recordings:
@@ -58,7 +59,7 @@ class Beside(NamedTuple):
 def _recordable(actors, inputs):
     "Refuse what is no step of its own"
     # what a user's does is looked at as it runs
-    loud = first(cb for cb in actors if _hears_all(cb) and is_library(type(cb).__call__.__module__))
+    loud = first(cb for cb in actors if hears_all(cb) and is_library(type(cb).__call__.__module__))
     if loud: raise Refused(f"{type(loud).__name__} hears every event, and would hear those within the step only where it is traced")
     odd = first(t for t in inputs if not isinstance(t, torch.Tensor))
     if odd is not None: raise Refused(f"a batch holds a {type(odd).__name__} beside its tensors; make a tensor of it in the dataset")

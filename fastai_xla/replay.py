@@ -27,7 +27,8 @@ from .capture.state import *
 from .capture.step import *
 from .lifetimes import *
 from .recordings import *
-from .learner_step import _is_user_callback, _looks, _may_change
+from .learner_step import _looks, _may_change
+from .events import *
 
 # %% ../nbs/api/06b_replay.ipynb #f069c449
 class Replay(Recordings):
@@ -67,7 +68,7 @@ def names_of(
 @patch
 def after_step(self:Replay):
     "Note that callbacks have left something to compute after a replayed step"
-    names = names_of(self.step.acting('a user callback', _is_user_callback))
+    names = names_of(self.step.acting('a user callback', is_user_callback))
     others = ', '.join(m.name for m in getattr(self.learn.replayed, 'others', ()))
     if names: self.fit.beside[f"what {names} computes around the step"] += 1
     elif others: self.fit.beside[f"the metrics {others}, computed after the step"] += 1

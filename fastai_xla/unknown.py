@@ -28,8 +28,9 @@ from .capture.known import *
 from .capture.calls import *
 from .capture.log import *
 from .capture.patches import *
+from .events import *
 from .learner_step import *
-from .learner_step import _acts, _numbers_of
+from .learner_step import _numbers_of
 
 # %% ../nbs/api/06aba_unknown.ipynb #33697eb9
 _events = ['before_batch', *in_step]
@@ -77,7 +78,7 @@ def unknown_code(
     if method is not None: return f'{type(learn).__name__}.{method}'
     for cb in learn.cbs:
         own = [k for k in cb.__dict__ if k in _events]
-        if own or not is_known(type(cb)) and _acts(cb, _events): return type(cb).__name__
+        if own or not is_known(type(cb)) and acts(cb, _events): return type(cb).__name__
     tfms = getattr(getattr(learn.dls, 'after_batch', None), 'fs', ())
     tfm = first(f for f in tfms if not _known_transform(f))
     if tfm is not None: return type(tfm).__name__

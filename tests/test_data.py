@@ -1,7 +1,7 @@
 """Batches on their way to the device
 
 The same as fastai's, one transfer each, read ahead where that changes no number, and nothing left behind."""
-import _thread, gc, random, signal, subprocess, sys, threading, time, traceback
+import _thread, collections, gc, random, signal, subprocess, sys, threading, time, traceback
 from contextlib import contextmanager
 from types import SimpleNamespace
 from pydoc_data.topics import topics
@@ -572,3 +572,39 @@ def test_nothing_is_read_while_a_step_is_traced(monkeypatch):
     learn = Learner(dls, nn.Linear(4, 2), loss_func=CrossEntropyLossFlat()).to_xla()
     with learn.no_bar(), learn.no_logging(): learn.fit(2)
     assert len(seen) > 64 and not any(seen)
+
+class Items:
+    "What a training may change between two batches"
+    def __init__(self, n, by):
+        self.x,self.y = torch.randn(n, 6, generator=torch.Generator().manual_seed(n)),np.zeros(n)
+        self.kept,self.by = collections.deque(maxlen=9),by
+    def __len__(self): return len(self.x)
+    def __getitem__(self, i): return self.x[i]*self.by['scale'],torch.tensor([float(self.y[i]) + (self.kept[-1-i%len(self.kept)] if self.kept else 0)])
+
+class Corrects(Callback):
+    "Targets of the next batch become what the model makes of them"
+    def after_batch(self):
+        ds,i = self.dls.train.dataset,(self.iter+1)*8
+        if self.training: ds.y[i:i+8] = self.model(ds.x[i:i+8].to(self.x.device)).detach().cpu().numpy()[:,0]
+
+class Feeds(Callback):
+    "A buffer of what was seen"
+    def after_batch(self): self.dls.train.dataset.kept.append(self.train_iter/10)
+
+class Schedules(Callback):
+    "Items are more difficult from batch to batch"
+    def __init__(self, by): self.by = by
+    def after_step(self): self.by['scale'] += .1
+
+@pytest.mark.parametrize('make', [lambda by: Corrects(), lambda by: Feeds(), Schedules], ids=['targets', 'buffer', 'schedule'])
+def test_items_that_a_callback_changes_from_batch_to_batch(make):
+    def fit(replay):
+        torch.manual_seed(0)
+        by = dict(scale=1.)
+        dls = DataLoaders(DataLoader(Items(64, by), bs=8), DataLoader(Items(16, by), bs=8))
+        learn = Learner(dls, nn.Linear(6, 1), loss_func=nn.MSELoss(), opt_func=SGD, cbs=make(by))
+        if replay is not None: learn.to_xla(replay=replay)
+        with learn.no_bar(), learn.no_logging(): learn.fit(3, .1)
+        return [*map(float, learn.recorder.losses), *learn.model.weight.detach().cpu()[0].tolist()]
+    cpu = fit(None)
+    for replay in (False, 'auto'): test_close(fit(replay), cpu, eps=1e-4)
