@@ -168,12 +168,20 @@ def keep_hooks(
         for k in ('_backward_hooks', '_post_accumulate_grad_hooks'):
             if getattr(p, k): setattr(q, k, getattr(p, k))   # the same dict, so that a hook's handle removes it still
 
+def _in_place(p, q):
+    "The parameter `p` with the tensor, gradient and hooks of `q`; `q` where a graph or a weak reference has hold of `p`"
+    keep_hooks({p: q})
+    q.__dict__.update(p.__dict__)
+    try: torch.utils.swap_tensors(p, q)
+    except RuntimeError: return q
+    return p
+
 def move_module(
     module:nn.Module, # Module to move, in place
     device:torch.device|str, # Where to
     axes=lambda t: (), # Function that gives a parameter's or buffer's, as for `lay_out`
-) -> dict: # Old parameter -> new parameter, for those that have moved
-    "Move parameters, gradients, buffers and hooks of `module`; tied parameters stay tied"
+) -> dict: # Old parameter -> new parameter, mostly the same object, for those that have moved
+    "Move parameters, gradients, buffers and hooks of `module`; tied parameters stay tied, and whoever holds a parameter has the moved one"
     device,owners = torch.device(device),_owners(module)
     away = lambda t: t is not None and (t.device.type,t.device.index or 0) != (device.type,device.index or 0)
     ts = [(t, p) for _,_,p in owners for t in (p, p.grad) if away(t)] + [(b, b) for b in module.buffers() if away(b)]
@@ -184,8 +192,8 @@ def move_module(
     module._apply(lambda t: new.get(id(t), t))
     first,res = {},{}
     for m,n,p in owners:
-        if id(p) in first: m._parameters[n] = first[id(p)]
-        else: first[id(p)] = m._parameters[n]
-        if m._parameters[n] is not p: res[p] = m._parameters[n]
-    keep_hooks(res)
+        q = m._parameters[n]
+        if q is p: continue
+        m._parameters[n] = res[p] = first[id(p)] if id(p) in first else _in_place(p, q)
+        first[id(p)] = res[p]
     return res

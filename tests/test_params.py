@@ -117,3 +117,54 @@ def test_tied_weights():
     assert learn.model.a.weight is learn.model.b.weight
     learn.detach_xla()
     assert learn.model.a.weight is learn.model.b.weight
+
+class Codebook(Module):
+    "With an optimizer of its own for its codes, as `vector-quantize-pytorch` has"
+    def __init__(self):
+        self.enc,self.head,self.code = nn.Linear(6, 8),nn.Linear(8, 3),nn.Embedding(4, 8)
+        self.own = torch.optim.SGD(self.code.parameters(), lr=.5)
+    def forward(self, x):
+        h = self.enc(x)
+        i = (h[:,None]-self.code.weight).pow(2).sum(2).argmin(1)
+        if self.training:
+            F.mse_loss(self.code(i), h.detach()).backward()
+            self.own.step()
+            self.own.zero_grad()
+        return self.head(h + (self.code(i)-h).detach())
+
+class Centers(Module):
+    def __init__(self): self.at = nn.Parameter(torch.zeros(3))
+    def forward(self, p, y): return F.cross_entropy(p, y) + (p-self.at[y][:,None]).pow(2).mean()
+
+class TrainsCenters(Callback):
+    def __init__(self, ps): self.own = torch.optim.SGD(ps, lr=.5)
+    def before_batch(self): self.own.zero_grad()
+    def after_step(self): self.own.step()
+
+class Lasso(Callback):
+    def __init__(self, ps): self.ps = list(ps)
+    def after_loss(self): self.learn.loss_grad = self.loss_grad + .05*sum(p.abs().sum() for p in self.ps)
+
+def codebook(): return Codebook(),nn.CrossEntropyLoss(),[]
+def centers():
+    loss = Centers()
+    return nn.Linear(6, 3),loss,[TrainsCenters(loss.parameters())]
+def lasso():
+    m = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 3))
+    return m,nn.CrossEntropyLoss(),[Lasso(m.parameters())]
+
+@pytest.mark.parametrize('make', [codebook, centers, lasso])
+def test_who_has_kept_parameters_has_the_moved_ones(make):
+    def fit(replay):
+        torch.manual_seed(0)
+        x = torch.randn(48, 6)
+        items = list(zip(x, x[:,:3].argmax(1)))
+        dls = DataLoaders(DataLoader(items[:32], bs=8), DataLoader(items[32:], bs=8))
+        m,loss,cbs = make()
+        learn = Learner(dls, m, loss_func=loss, opt_func=SGD, cbs=cbs)
+        if replay is not None: learn.to_xla(replay=replay)
+        with learn.no_bar(), learn.no_logging(): learn.fit(3, .1)
+        ps = [*learn.model.parameters(), *(loss.parameters())]
+        return torch.cat([*map(torch.tensor, ([float(l) for l in learn.recorder.losses],)), *(p.detach().cpu().flatten() for p in ps)])
+    cpu = fit(None)
+    for replay in (False, 'auto'): test_close(fit(replay), cpu, eps=1e-4)
