@@ -1,6 +1,7 @@
 "`torch.func`: functions that are differentiated, batched and both, on the XLA device as on the CPU"
 from copy import deepcopy
 
+from functools import partial
 import pytest, torch
 import torch.nn.functional as F
 from torch import nn
@@ -48,10 +49,11 @@ def test_a_loss_is_differentiated_once_and_twice(name):
     close(lambda d: grad(lambda p: f(p, y.to(d)))(x.to(d)))
     close(lambda d: hessian(lambda p: f(p, y.to(d)))(x.to(d)))
 
-def test_an_ensemble_trains_with_the_gradients_of_its_members():
+@pytest.mark.parametrize('layer,size', [(nn.Linear, ()), (partial(nn.Conv2d, kernel_size=1), (5, 5))], ids=['samples', 'pixels'])
+def test_an_ensemble_trains_with_the_gradients_of_its_members(layer, size):
     "torch_xla does not compute the total of the weights by which `vmap` divides the gradient of a mean"
     torch.manual_seed(0)
-    members,x,y = [nn.Linear(4, 3) for _ in range(3)],torch.randn(8, 4),torch.randint(3, (8,))
+    members,x,y = [layer(4, 3) for _ in range(3)],torch.randn(8, 4, *size),torch.randint(3, (8, *size))
     def grads(d):
         params,_ = stack_module_state([deepcopy(m).to(d) for m in members])
         def loss(p): return F.cross_entropy(functional_call(members[0], p, (x.to(d),)), y.to(d))
