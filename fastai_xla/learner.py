@@ -243,7 +243,7 @@ def _told(replay):
     if log:
         recorded |= {(_phase[training], 'paths of your code'): n for training,o in log.logs.items() if (n := _n_programs(o))}
         again |= log.fit.again
-    return dict(plain=fit.plain, beside=fit.beside, audits={p: fit.audits[t] for t,p in _phase.items()}, recorded=recorded, again=again)
+    return dict(plain=fit.plain, beside=fit.beside, reads=fit.reads.told(), audits={p: fit.audits[t] for t,p in _phase.items()}, recorded=recorded, again=again)
 
 # %% ../nbs/api/07_learner.ipynb #74258936
 _last_reports = WeakKeyDictionary()   # learner that has been on XLA -> its last report; as an attribute it would be exported

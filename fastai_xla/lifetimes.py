@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from .runtime import *
 from .graphs import *
+from .around import *
 
 # %% ../nbs/api/06a_lifetimes.ipynb #06a100006
 class Batch:
@@ -47,6 +48,7 @@ class Fit:
     def __init__(self):
         self.plain = Counter()   # why batches were retraced -> how many
         self.beside = Counter()   # what ran beside the step -> in how many batches
+        self.reads = ReadsAround()
         self.audits = Counter()   # training? -> audits
         self.failed = {True: 0, False: 0}   # training? -> kinds of batches refused since one was recorded
         self.reason = ''   # why the last batch that was not replayed was not

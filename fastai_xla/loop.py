@@ -25,6 +25,7 @@ from .data import RawBatch, feed, feedable, in_groups, in_turn
 from .capture.effects import is_library, names_in
 from .capture.values import *
 from .capture.patches import looked_at, set_aside, watched
+from .events import *
 from .learner_step import *
 from .learner_step import _looks
 from .replay import *
@@ -161,6 +162,12 @@ def _says_grad(f):
 def _class_reads_grads(cls): return any(_says_grad(f) for c in cls.__mro__ for f in vars(c).values())
 def _reads_grads(cb): return _class_reads_grads(type(cb)) or any(map(_says_grad, vars(cb).values()))
 
+def _is_around(r, cb, event_name):
+    "Does a callback of the user's act outside of the step?"
+    if r is None or event_name not in outside_step: return False
+    logged = event_name == 'before_batch' and r.by_log and r.by_log.serves()
+    return not logged and cb in r.step.acting('a user callback', is_user_callback)
+
 @patch(stands_in=True)
 def __call__(self:Learner, event_name):
     "Call `event_name` for all `Callback`s in `self.cbs`"
@@ -180,7 +187,8 @@ def _call_one(self:Learner, event_name):
         # `Replay` does that after the batch transforms
         if event_name == 'before_batch' and step and step.batch.raws and (isinstance(cb, CastToTensor) or mixes(cb)): continue
         reads = _reads_grads(cb) if step is None else cb in step.acting('reads gradients', _reads_grads)
-        with zeros_shown(self.model.parameters()) if reads else nullcontext(): cb(event_name)
+        with zeros_shown(self.model.parameters()) if reads else nullcontext():
+            r.fit.reads.run(cb, event_name) if _is_around(r, cb, event_name) else cb(event_name)
 
 _here = Learner._call_one
 

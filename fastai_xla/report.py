@@ -90,10 +90,11 @@ class XLAReport:
         recorded:dict|None=None, # (phase, kind of batch) -> its recordings
         audits:dict|None=None, # Phase -> steps that were traced once more and compared
         again:dict|None=None, # What was another where a kind of batch was recorded again -> how often
+        reads:dict|None=None, # What has read a value around the step -> in how many batches
     ):
         self.note = note
         self.log,self.plain,self.beside = log or CostLog(),plain or {},beside or {}
-        self.recorded,self.audits,self.again = recorded or {},audits or {},again or {}
+        self.recorded,self.audits,self.again,self.reads = recorded or {},audits or {},again or {},reads or {}
         self.costs,self.compiled = self.log.costs,pd.DataFrame(self.log.compiled, columns=['where', 'compiles', 'seconds'])
         self.watch = self.log.watch
 
@@ -178,6 +179,7 @@ def _notes(self:XLAReport):
     if looks: yield f"{looks} of the transfers to the host were progress-bar reads (once a second); they are left out per batch."
     for why,n in self.plain.items(): yield f"{n} batch{'es were' if n > 1 else ' was'} retraced: {why}."
     for what,n in self.beside.items(): yield f"{n} batch{'es' if n > 1 else ''} ran a program beside the step: {what}."
+    for what,n in self.reads.items(): yield f"{n} batch{'es' if n > 1 else ''} read a value around the step: {what}."
     for what,n in self.again.items(): yield f"Recorded again{f' ({n} times)' if n > 1 else ''}: {what}."
     audits = ' and '.join(f'{n} {p}' for p,n in self.audits.items() if n)
     steps = 'steps' if sum(self.audits.values()) > 1 else 'step'

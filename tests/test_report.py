@@ -181,3 +181,19 @@ def test_paths_of_own_code():
     report = learn.xla_report()
     assert report.recordings.loc['training', 'recordings'] == 2 and report.recordings.batch.unique().tolist() == ['paths of your code']
     assert len(report.again) == 1 and 'torch.Tensor.mul at test_report.py, line ' in first(report.again), report.again
+
+class ReadsAfter(Callback):
+    def after_batch(self): self.n = (self.loss*2).item()   # read after the step
+class ReadsBefore(Callback):
+    def before_batch(self): self.n = self.x.mean().cpu()   # read before the step
+
+@pytest.mark.parametrize('cb', [ReadsAfter, ReadsBefore])
+def test_a_value_read_around_the_step_is_told_with_its_line(cb):
+    items = list(zip(torch.randn(64, 1), torch.randn(64, 1)))
+    dls = DataLoaders.from_dsets(items[:48], items[48:], bs=4, num_workers=0)
+    learn = Learner(dls, nn.Linear(1, 1), loss_func=nn.MSELoss(), cbs=cb()).to_xla()
+    with learn.no_bar(), learn.no_logging(): learn.fit(3, 1e-2)
+    f = getattr(cb, 'after_batch', None) or cb.before_batch
+    call = f"torch.Tensor.{'item' if cb is ReadsAfter else 'cpu'} at test_report.py, line {f.__code__.co_firstlineno}, in {cb.__name__}."
+    (what,n), = learn.xla_report().reads.items()
+    assert call in what and n >= 40 and f'{n} batches read a value around the step: {what}' in repr(learn.xla_report())
