@@ -175,7 +175,7 @@ def _run(self:Logged) -> bool: # Has it been run?
         log._give_up('a step ends before all calls of an earlier one have been made')
         return False
     held = log.held()
-    p = first(p for p in programs if held <= p.escaped and p.ready(log.taken, log.nums))
+    p = first(p for p in programs if held <= p.escaped and p.numbers.ready(log.taken, log.nums))
     try:
         # an alias would not follow what the step updates, nor be put back after a trace
         if is_shared([log.outside[j] for j in leaf.changed]): raise Refused(aliased)
@@ -211,7 +211,7 @@ def _compiled(self:Logged, leaf, held, programs):
     for p in programs: held = held | p.escaped
     r.step.batch.tracing = True
     p = Program(log.step_calls(), held)
-    if not p.ready(log.taken, log.nums): raise Refused("a number has another value each time")
+    if not p.numbers.ready(log.taken, log.nums): raise Refused("a number has another value each time")
     fit.audited[training] = r.passes
     leaf.program = [p, *programs]
     return p
@@ -230,7 +230,7 @@ def _audit(self:Logged, p):
     r.fit.audits[training] += 1
     since,p.since,fit.audited[training] = p.since,p.runs,r.passes
     differs = p.audit(log.step_calls())
-    if not differs: return p.ready(log.taken, log.nums)
+    if not differs: return p.numbers.ready(log.taken, log.nums)
     fit.off[training] = why = f"an audit found that the step is not what was recorded: {differs}"
     warnings.warn(_stale(r.learn, why, p.runs-since))
     r.fit.plain[why] += 1
