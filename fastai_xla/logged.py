@@ -159,7 +159,7 @@ def _finish(self:Logged):
     if not done:
         log.ended()
         r.step.batch.tracing = True
-        self._tell(log.refused or log.missed, bool(log.refused))
+        self._tell(log.refused or log.miss.why, bool(log.refused))
     log.forget()
     if not (batch.mets or batch.keeping or batch.others): return
     r.give([*batch.mets, *batch.keeping])

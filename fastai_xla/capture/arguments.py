@@ -62,8 +62,7 @@ class StepCalls(NamedTuple):
     outside: list # Tensors from outside
     hosts: list # Tensors of the host that are sent
     nums: list # Numbers
-    taken: dict # Depth of a call of an optimizer -> its numbers then
-    states: dict # The same for the places and tensors of its state
+    taken: dict # Depth of a call of an optimizer -> its numbers then, and its state
 
 class Outside(NamedTuple):
     "What is compared of a tensor from outside, where a step meets it first"
@@ -87,7 +86,7 @@ class Arguments:
         "Let go of the tensors of a step"
         self.at = {}   # id of a tensor -> its origin
         self.outside,self.hosts,self.nums = [],[],[]
-        self.taken,self.states = {},{}   # depth of a call of an optimizer -> its numbers then; its state
+        self.taken = {}   # depth of a call of an optimizer -> its numbers then, and its state
         self.goes_back = False   # does the step use the graph of an earlier one?
 
     def undo(self,

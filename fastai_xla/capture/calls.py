@@ -7,7 +7,7 @@ Docs: https://fastai-xla.github.io/fastai_xla/api/capture.calls.html.md"""
 # %% auto #0
 __all__ = ['T', 'P', 'questions', 'hook_calls', 'makers', 'arithmetic_of_ints', 'arithmetic', 'takes_ints', 'takes_floats',
            'is_question', 'is_on_xla', 'flags_of', 'n_reads', 'why_read', 'call_name', 'user_line', 'context_now',
-           'in_context', 'Node', 'Kind', 'node_of']
+           'in_context', 'Node', 'Kind', 'node_of', 'Miss']
 
 # %% ../../nbs/api/05k_capture.calls.ipynb #269797f3
 import sys
@@ -154,6 +154,12 @@ def node_of(
     "The call that has given result `i`"
     at = bisect_right(log_path, i, key=attrgetter('base'))
     return next(n for n in reversed(log_path[:at]) if n.news)
+
+class Miss:
+    "Where a step's calls are no longer those of earlier ones"
+    def __init__(self):
+        self.why,self.fell = '',{}   # `fell`: operators that had run on the CPU until then
+        self.given,self.made = [],[]   # placeholders so far, and the tensors that were computed in their place
 
 # %% ../../nbs/api/05k_capture.calls.ipynb #6cf0fea2
 def mask_of(

@@ -8,8 +8,6 @@ Docs: https://fastai-xla.github.io/fastai_xla/api/capture.log.html.md"""
 __all__ = ['Log']
 
 # %% ../../nbs/api/05l_capture.log.ipynb #eb4c4039
-import threading
-
 import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
@@ -32,14 +30,14 @@ class Log(TorchFunctionMode, Arguments):
     def __init__(self):
         super().__init__()
         Arguments.__init__(self)
-        self.root,self.known,self.asked,self.calls,self.busy,self.fresh = Node(),KnownModules(),{},{},0,[]
+        self.root,self.known,self.asked,self.busy,self.fresh = Node(),KnownModules(),{},0,[]
         self.forget()
 
     def forget(self):
         "Let go of the tensors of a step"
         Arguments.forget(self)
-        self.objs,self.path,self.env,self.given = [],[],None,[]
-        self.turned,self.turns = {},[]   # tensors whose `requires_grad` the step has changed -> what is asked in their place
+        self.objs,self.path,self.miss = [],[],Miss()
+        self.turned = {}   # tensors whose `requires_grad` the step has changed -> what is asked in their place
 
     def begin(self):
         "Begin a step: answered as long as its calls are those of an earlier one"
@@ -47,10 +45,10 @@ class Log(TorchFunctionMode, Arguments):
         if self.fresh: self.prepare(self.fresh)
         self.fresh = []
         self.cur,self.answering = self.root,any(n.held is not None for n in self.root.kids)
-        self.refused,self.missed,self.thread = '','',threading.get_ident()
-        self.fell = {} if self.answering else xla_counts().fallbacks
+        self.refused = ''
+        if not self.answering: self.miss.fell = xla_counts().fallbacks
 
-    def step_calls(self): return StepCalls(list(self.path), self.outside, self.hosts, self.nums, dict(self.taken), dict(self.states))
+    def step_calls(self): return StepCalls(list(self.path), self.outside, self.hosts, self.nums, dict(self.taken))
     def refuse(self, why): self.refused = self.refused or why
 
 # %% ../../nbs/api/05l_capture.log.ipynb #267fe386
@@ -123,7 +121,7 @@ def call(self:Log,
     key = self._skeleton_of(f, args, kwargs, tensors),context_now(),guard
     saw = self.saw_xla or is_xla(kwargs.get('device'))
     n = self._matching(f, key)
-    if hasattr(f, 'taken'): self.taken[self.cur.depth+1],self.states[self.cur.depth+1] = f.taken(),f.places
+    if hasattr(f, 'taken'): self.taken[self.cur.depth+1] = f.taken(),f.places
     if self.answering:
         if n is not None and n.held is not None: return self._answer(n)
         if not saw: return self._call_of_the_host(f, args, kwargs, key, n, before)
@@ -132,14 +130,14 @@ def call(self:Log,
         if new and any(pending(new)): self.refuse(f"{call_name(f)} at {user_line()} is given a tensor that was made where nobody saw it")
     reads,flags = n_reads() if saw else 0,self._flags(f)
     r = self._run(f, self._real(args), self._real(kwargs))
-    self.turns = [(o, Kind(self._object(o))) for o,flag in self._flags(f) if flag and (o, flag) not in flags]
+    turns = [(o, Kind(self._object(o))) for o,flag in self._flags(f) if flag and (o, flag) not in flags]
     leaves = pytree.tree_leaves(r)
     there = any(map(is_on_xla, leaves))
     if saw and (n_reads() != reads or any(isinstance(l, T) and not is_xla(l) for l in leaves)):
-        self.refuse(f"{call_name(f)} at {user_line()} {why_read(self.fell)}")
+        self.refuse(f"{call_name(f)} at {user_line()} {why_read(self.miss.fell)}")
         saw = False
     if saw or there:
-        r = self._note(f, args, kwargs, key, n, before, r)
+        r = self._note(f, args, kwargs, key, n, before, r, turns)
         if getattr(f, '__name__', '') == 'backward': self._note_filled()
         return r
     self.undo(before)
@@ -237,11 +235,11 @@ def _object(self:Log, o): return self.objs[o] if o >= 0 else self.outside[-1-o]
 
 # %% ../../nbs/api/05l_capture.log.ipynb #503165ea
 @patch
-def _note(self:Log, f, args, kwargs, key, n, before, r):
+def _note(self:Log, f, args, kwargs, key, n, before, r, turns=()):
     "Log a call that has been made"
     leaves,spec = pytree.tree_flatten(r)
     base,olds,consts,kinds,new = self.cur.base+self.cur.news,[],[],[],{}
-    if self.given: r = pytree.tree_unflatten([self._as_given(l) for l in leaves], spec)
+    if self.miss.given: r = pytree.tree_unflatten([self._as_given(l) for l in leaves], spec)
     for l in leaves:
         on = is_on_xla(l)
         o = (self.at.get(id(l)) if id(l) not in new else new[id(l)]) if on else None
@@ -257,7 +255,7 @@ def _note(self:Log, f, args, kwargs, key, n, before, r):
         n = None
     if n is None:
         n = self._new_node(f, args, kwargs, key, before)
-        n.turned = self.turns
+        n.turned = turns
         n.base,n.news,n.olds,n.consts,n.spec,n.kinds = base,len(kinds),olds,consts,spec,kinds
         n.single = len(kinds) == len(leaves) == 1 and spec.is_leaf()
         n.flat = type(r) if type(r) in (tuple, list) and len(kinds) == len(leaves) == len(r) else None
@@ -281,7 +279,7 @@ def _note_filled(self:Log):
 def _as_given(self:Log, l):
     "The user's code has had a placeholder for this result, and may compare the two"
     i = self.at.get(id(l), -1) if is_on_xla(l) else -1
-    return self.given[i] if 0 <= i < len(self.given) else l
+    return self.miss.given[i] if 0 <= i < len(self.miss.given) else l
 
 # %% ../../nbs/api/05l_capture.log.ipynb #5e31230f
 @patch

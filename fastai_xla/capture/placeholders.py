@@ -28,28 +28,29 @@ from .log import *
 def _give_up(self:Log, why):
     "Make the calls so far for real, and go on as in a traced step"
     if not self.answering: return
-    self.missed,self.answering = why,False
+    miss,self.answering = self.miss,False
+    miss.why = why
     env = {-1-j: t for j,t in enumerate(self.outside)}
     self.busy += 1
     try:
         for n in self.path:
-            run_node(n, env, self.nums, self.hosts, self.taken.get(n.depth, ()), self.states.get(n.depth, ()))
+            run_node(n, env, self.nums, self.hosts, *self.taken.get(n.depth, ()))
             if getattr(n.f, '__name__', '') == 'backward': note_filled(self.outside)   # as `Learner._backward` would have
     finally: self.busy -= 1
-    self.fell = xla_counts().fallbacks
-    self.given,self.env = self.objs,[env[i] for i in range(len(self.objs))]
-    for i,t in enumerate(self.env): self.at[id(t)] = i
-    self.objs = list(self.env)
+    miss.fell,miss.given,miss.made = xla_counts().fallbacks,self.objs,[env[i] for i in range(len(self.objs))]
+    for i,t in enumerate(miss.made): self.at[id(t)] = i
+    self.objs = list(miss.made)
     self.turned = {}
 
 @patch
 def _real(self:Log, a):
     "Arguments with real tensors in the place of placeholders"
-    if self.env is None: return a
+    made = self.miss.made
+    if not made: return a
     def real(t):
         if not isinstance(t, T): return t
         i = self.at.get(id(t))
-        return self.env[i] if i is not None and 0 <= i < len(self.env) else t
+        return made[i] if i is not None and 0 <= i < len(made) else t
     return pytree.tree_map(real, a)
 
 # %% ../../nbs/api/05la_capture.placeholders.ipynb #52beff3d
@@ -95,8 +96,8 @@ def _hold(self:Log, n, j):
 @patch
 def ended(self:Log):
     "A step that was traced has ended: who holds placeholders of its calls gets the values; its calls are kept, or forgotten"
-    for i,c in enumerate(map(sys.getrefcount, self.given)):
-        if c > 3: self.renew(i, self.env[i].detach())
+    for i,c in enumerate(map(sys.getrefcount, self.miss.given)):
+        if c > 3: self.renew(i, self.miss.made[i].detach())
     if self.refused: return self.prune()
     if self.path:
         self.path[-1].end = True

@@ -50,7 +50,8 @@ def compare(self:StepGraph,
     other:Trace, # Of the same step with other numbers
 ):
     "Refuse unless `other` gives the same graph, its constants explained"
-    if (other.graph.hash, len(other.names)) != (self.hash, len(self.names)): raise Refused("the graph of the step is not the same each time")
+    same = other.graph.hash == self.hash and len(other.names) == len(self.names)
+    if not same: raise Refused("the graph of the step is not the same each time")
     self.names = [{n: r for n,r in a.items() if n in b} for a,b in zip(self.names, other.names)]
     if not all(self.names): raise Refused("the step does not find its inputs in the same places each time")
     if not other.draws.made_by(self.drawn): raise Refused("the step draws other random numbers on the host each time")

@@ -159,13 +159,13 @@ class PathNumbers:
         for k,at in consts.items(): self.places.setdefault(at, []).append(k)
 
     def ready(self,
-        taken:dict, # Depth of a call of an optimizer -> its numbers then
+        taken:dict, # As of `StepCalls`
         nums:list, # Numbers
     ) -> bool:
         "Compute the numbers of known optimizers. Does the program serve them, and those that decide?"
         self.values = []
         if any(nums[i] != v for i,v in self.decided): return False
-        for (numbers,tape,_),numbers_now in zip(self.steps, taken.values()):
+        for (numbers,tape,_),(numbers_now,_) in zip(self.steps, taken.values()):
             at = {(id(d), k): v for d,k,v in numbers_now}
             now = {name: at.get((id(d), k)) for name,(d,k) in numbers.first.items()}
             if None in now.values() or any(at.get((id(d), k)) != now[name] for d,k,name in numbers.same): return False

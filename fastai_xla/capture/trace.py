@@ -77,10 +77,10 @@ class StepTrace:
 # %% ../../nbs/api/05ma_capture.trace.ipynb #3782da1f
 @patch
 def _trace(self:StepTrace, calls, escaped, seed, then):
-    path,outside,hosts,nums,taken,states = calls
+    path,outside,hosts,nums,taken = calls
     settle_tensors()
     settle_views(outside)
-    _as_of_a_run(outside, states)
+    _as_of_a_run(outside, taken)
     rng = rng_state()
     manual_seed(rng)
     self.steps,self.nums,self.left,self.graph = OptSteps(seed),nums,None,None
@@ -92,7 +92,7 @@ def _trace(self:StepTrace, calls, escaped, seed, then):
         with torch.autograd.set_multithreading_enabled(False):
             reads = n_reads()
             for n in path:
-                if hasattr(n.f, 'numbers'): self.steps(n.f, taken[n.depth], states[n.depth])
+                if hasattr(n.f, 'numbers'): self.steps(n.f, *taken[n.depth])
                 else: run_node(n, env, nums, sent, other=_other)
         # an index that came from the host, of a mask for example, would be a constant of this step
         if n_reads() != reads: raise Refused("the step reads values of what the host sends, as the elements of a boolean mask")
@@ -119,8 +119,8 @@ def _remembers(t):
         t = t.detach().reshape(-1)
         return graph_hash([t.sum()]) == graph_hash([t.sum(dtype=t.dtype)])
 
-def _as_of_a_run(outside, states):
-    own = {id(v) for places in states.values() for _,_,v in places}
+def _as_of_a_run(outside, taken):
+    own = {id(v) for _,places in taken.values() for _,_,v in places}
     ts = [t for t in outside if t.is_leaf and type(t) is not P and id(t) not in own and t.is_floating_point() and t.numel()]
     ts = [t for t,n in zip(ts, n_holders(ts)) if not n and _remembers(t)]
     drop_pending()
