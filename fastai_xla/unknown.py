@@ -142,7 +142,7 @@ def ran(self:OptStep, taken):
 
 @patch
 def after(self:OptStep, node):
-    for d,k in node.counts:
+    for d,k in node.template.counts:
         if type(d[k]) is int: d[k] += 1
         else: put_number(d, k, get_number(d, k)+1)
 
@@ -191,7 +191,7 @@ def _as_one_call(cls, name, kind):
         call = steps[id(self), name]
         r = log_call(log, call, tensors=call.tensors, guard=call.guard)
         if log.answering: call.after(log.cur)
-        elif hasattr(call, 'ran') and log.cur.f is call: log.cur.counts = call.ran(log.taken[log.cur.depth][0])
+        elif hasattr(call, 'ran') and log.cur.f is call: log.cur.template.counts = call.ran(log.taken[log.cur.template.depth][0])
         return r
     setattr(cls, name, functools.wraps(f)(_inner) if f else _inner)
 

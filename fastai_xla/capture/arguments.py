@@ -220,22 +220,25 @@ _any_auto = torch._C._is_any_autocast_enabled
 _origin,_equal,_type,_outside,_other = range(5)
 _exact = (type(None), bool, str, int, torch.dtype)
 
-def _want(a, item):
+def _want(a, item, *takes):
     "What a later argument is compared with: the kind of comparison, and the value"
+    other = _other,([item], *takes)
     if type(item) is Outside: return _outside,item
-    if isinstance(a, T): return (_origin, item[0]) if len(item) == 1 else (_other, [item])
-    if item is a_float or item is a_int: return (_type, type(a)) if type(a) in (float, int) else (_other, [item])
+    if isinstance(a, T): return (_origin, item[0]) if len(item) == 1 else other
+    if item is a_float or item is a_int: return (_type, type(a)) if type(a) in (float, int) else other
     exact = type(a) in _exact or type(a) is tuple and all(type(o) is int for o in a) and not any(o is a_int for o in item[1])
-    return (_equal, a) if exact else (_other, [item])
+    return (_equal, a) if exact else other
 
 def wants(
     args:tuple, # Of a call
     kwargs:dict, # Of a call
     skeleton:list, # Of both
+    ints:bool, # Are ints numbers of arithmetic in this call?
+    floats:bool, # Are floats?
 ) -> tuple: # Of pairs for `is_wanted`
     "What the arguments of a later call are compared with"
     items = skeleton[:len(args)] + (skeleton[len(args)+1] if kwargs else [])
-    return tuple(map(_want, (*args, *kwargs.values()), items))
+    return tuple(_want(a, item, ints, floats) for a,item in zip((*args, *kwargs.values()), items))
 
 # %% ../../nbs/api/05ka_capture.arguments.ipynb #81c3d4f0
 @patch
@@ -254,8 +257,8 @@ def is_wanted(self:Arguments,
             same = type(a) is v
             self.nums.append(a)
         else:
-            self.ints,self.floats = n.ints,n.floats
-            same = self._skeleton((a,)) == v
+            item,self.ints,self.floats = v
+            same = self._skeleton((a,)) == item
         if not same: return False
     grad,auto,default = n.key[1]
     if _grad() is not grad or _default() is not default: return False

@@ -34,7 +34,7 @@ def _give_up(self:Log, why):
     self.busy += 1
     try:
         for n in self.path:
-            run_node(n, env, self.nums, self.hosts, *self.taken.get(n.depth, ()))
+            run_node(n, env, self.nums, self.hosts, *self.taken.get(n.template.depth, ()))
             if getattr(n.f, '__name__', '') == 'backward': note_filled(self.outside)   # as `Learner._backward` would have
     finally: self.busy -= 1
     miss.fell,miss.given,miss.made = xla_counts().fallbacks,self.objs,[env[i] for i in range(len(self.objs))]
@@ -68,26 +68,26 @@ def renew(self:Log,
     grad:torch.Tensor|None=None, # Its gradient
 ):
     "Let the placeholder of result `i` be a tensor like any other"
-    n = node_of(self.path, i)
-    old,kind = n.held[i-n.base],n.kinds[i-n.base]
+    n,j = node_of(self.path, i)
+    old,kind = n.held[j],n.answer.kinds[j]
     if value is not None: T.data.__set__(old, value)
     if grad is not None: old.grad = grad
     if kind.grad and kind.leaf: old.requires_grad_()
     elif kind.grad: self.part(old)
-    self._hold(n, i-n.base)
+    self._hold(n, j)
 
 @patch
 def tidy(self:Log):
     "Attributes that somebody has set on a placeholder are not there at the next step"
     for i in [i for i,t in enumerate(self.objs) if t.__dict__]:
-        n = node_of(self.path, i)
-        if self.objs[i] is n.held[i-n.base] and self.objs[i].__dict__ != n.kinds[i-n.base].attrs: self._hold(n, i-n.base)
+        n,j = node_of(self.path, i)
+        if self.objs[i] is n.held[j] and self.objs[i].__dict__ != n.answer.kinds[j].attrs: self._hold(n, j)
 
 @patch
 def _hold(self:Log, n, j):
     self.asked.pop(id(n.held[j]), None)   # another tensor may get its id
-    k = n.kinds[j]
-    t = _make_subclass(k.cls, n.spare[j])
+    k = n.answer.kinds[j]
+    t = _make_subclass(k.cls, n.answer.spare[j])
     if k.attrs: t.__dict__.update(k.attrs)
     n.held[j] = t
     if k.asked is not None: self.asked[id(t)] = k.asked
@@ -100,8 +100,8 @@ def ended(self:Log):
         if c > 3: self.renew(i, self.miss.made[i].detach())
     if self.refused: return self.prune()
     if self.path:
-        self.path[-1].end = True
-        self.path[-1].changed = [j for j,p in enumerate(pending(self.outside) if self.outside else ()) if p]
+        end = self.path[-1].end = self.path[-1].end or End()
+        end.changed = [j for j,p in enumerate(pending(self.outside) if self.outside else ()) if p]
     self.fresh = list(self.path)
 
 @patch
@@ -120,9 +120,10 @@ def prepare(self:Log,
     with python_lock:
         for n in path:
             if n.held is not None: continue
-            n.spare = [k.placeholder() for k in n.kinds]
-            for k in n.kinds: k.to_ask()
-            n.turned = [(o, k.placeholder() if k.to_ask() is None else k.asked) for o,k in n.turned]
-            n.held = [None]*len(n.kinds)
-            for j in range(len(n.kinds)): self._hold(n, j)
+            r = n.answer
+            r.spare = [k.placeholder() for k in r.kinds]
+            for k in r.kinds: k.to_ask()
+            r.turned = [(o, k.placeholder() if k.to_ask() is None else k.asked) for o,k in r.turned]
+            n.held = [None]*len(r.kinds)
+            for j in range(len(r.kinds)): self._hold(n, j)
         drop_pending()

@@ -12,7 +12,6 @@ import random
 
 import numpy as np
 import torch
-from torch import nn
 from fastcore.all import *
 
 from ..runtime import *
@@ -33,7 +32,7 @@ decides = set()   # (function, line, which of its numbers) of which a graph depe
 
 def _mixed(path, nums, rng, only=None):
     "Other numbers in the place of those that may be inputs"
-    keys,res = [k for n in path for k in n.names],[]
+    keys,res = [k for n in path for k in n.template.names],[]
     for v,k in zip(nums, keys):
         if k in decides or only not in (None, k) or not np.isfinite(v): res.append(v)
         else: res.append(v + rng.randint(3, 10**6) if type(v) is int else v*(1 + rng.random()*.3) + rng.random()*.1)
@@ -43,7 +42,7 @@ def _compare_by_value(path, nums):
     "From now on, with the values of this step"
     for n in path:
         known = dict(n.bad)
-        at = [i for i,k in enumerate(n.names, n.at[0]) if k in decides or not np.isfinite(nums[i])]
+        at = [i for i,k in enumerate(n.template.names, n.template.at[0]) if k in decides or not np.isfinite(nums[i])]
         n.bad = tuple((i, known.get(i, nums[i])) for i in at)
     return [o for n in path for o in n.bad]
 
@@ -56,7 +55,7 @@ def _rounded(v, dtype):
 
 def _candidates(path, a, b, dtype):
     "Pairs of values of a constant in two traces -> the number that it would be, and how"
-    res,keys = {},[k for n in path for k in n.names]
+    res,keys = {},[k for n in path for k in n.template.names]
     def add(v, w, what):
         if not dtype.is_floating_point and not (type(v) is type(w) is int): return
         pair = _rounded(v, dtype),_rounded(w, dtype)
@@ -97,7 +96,7 @@ class Program:
         true = self._trace(calls, calls.nums, 1)
         if (found := self._found(calls, rng, true)) is None:
             if self._found(calls, rng, true, only='none') is None: raise Refused(_unexplained)
-            for k in dict.fromkeys(k for n in self.path for k in n.names):
+            for k in dict.fromkeys(k for n in self.path for k in n.template.names):
                 if k not in decides and self._found(calls, rng, true, only=k) is None: decides.add(k)
             found = self._found(calls, rng, true)
         if found is None: raise Refused(_unexplained)

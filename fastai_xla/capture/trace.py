@@ -9,7 +9,6 @@ __all__ = ['OptSteps', 'StepTrace', 'Given', 'StepLeft']
 
 # %% ../../nbs/api/05ma_capture.trace.ipynb #a261ad9b
 import torch
-from torch import nn
 from fastcore.all import *
 
 from ..runtime import *
@@ -92,7 +91,7 @@ def _trace(self:StepTrace, calls, escaped, seed, then):
         with torch.autograd.set_multithreading_enabled(False):
             reads = n_reads()
             for n in path:
-                if hasattr(n.f, 'numbers'): self.steps(n.f, *taken[n.depth])
+                if hasattr(n.f, 'numbers'): self.steps(n.f, *taken[n.template.depth])
                 else: run_node(n, env, nums, sent, other=_other)
         # an index that came from the host, of a mask for example, would be a constant of this step
         if n_reads() != reads: raise Refused("the step reads values of what the host sends, as the elements of a boolean mask")
