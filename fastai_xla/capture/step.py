@@ -146,15 +146,14 @@ def _changed(self:Trace, before, after, numbers):
     if lost := self.memory.changed_elsewhere():
         raise Refused(f"the step changes a tensor of shape {tuple(lost[0].shape)} that is neither the model's, the loss's nor its "
                       "optimizer's, nor an attribute of a callback; keep it in one of those")
-    if [p.requires_grad for p in self.memory.params] != self.memory.trains:
-        raise Refused("parameters are frozen or unfrozen within the step")
+    if any(p.requires_grad != r for p,_,r in self.memory.params): raise Refused("parameters are frozen or unfrozen within the step")
     if fresh: raise Refused(f"a tensor of shape {tuple(fresh[0].shape)} is set from the host within the step")
     replaced = ([(path, d, k) for d,k,t,path in before.tensors if d[k] is not t and (id(d), k) not in numbers.places]
                 + [scratch[id(d), k] for d,keys,_ in before.keys.values() for k in new.get(id(d), ()) if k not in keys])
     replaced += [(path, d, k) for d,k,v,(leaves,_),path in before.trees if self._tree_changed(d[k], leaves, path)]
     replaced += [(path, d, k) for path,d,k,_ in others]
     left.replaced = [(d, k, d[k]) for path,d,k in sorted(replaced, key=lambda o: o[0])]
-    grads = [(p, p.grad, g) for p,g in zip(self.memory.params, self.memory.grads) if p.grad is not g]
+    grads = [(p, p.grad, g) for p,g,_ in self.memory.params if p.grad is not g]
     left.grads = [(p, now) for p,now,_ in grads]
     left.regrades = any(now is None or was is None for _,now,was in grads)   # some come or go
 
