@@ -134,6 +134,7 @@ class End:
     "Where steps have ended: their programs, and which tensors from outside they change"
     def __init__(self): self.programs,self.changed = [],[]
 
+# %% ../../nbs/api/05k_capture.calls.ipynb #6a571c3c
 class Kind:
     "What can be asked of a result without its value"
     def __init__(self, t):

@@ -148,11 +148,8 @@ def _compile(self:Program, calls, a, b):
 # %% ../../nbs/api/05n_capture.program.ipynb #aa813e66
 class PathNumbers:
     "The numbers of a path: those that decide, and those that are inputs of its program"
-    def __init__(self,
-        steps:list, # Of known optimizers, as of `OptSteps`
-        consts:dict, # Constant -> what it is, from `explain`, and its dtype
-    ):
-        self.steps,self.decided = steps,[]
+    def __init__(self, steps, consts):
+        self.steps,self.decided = steps,[]   # steps of known optimizers; (which number, its only value)
         self.values = []   # for each of the steps: of its tape, in the next run
         self.sent,self.places = {},{}   # (what, dtype) -> what was sent last; places among the inputs
         for k,at in consts.items(): self.places.setdefault(at, []).append(k)
@@ -174,11 +171,8 @@ class PathNumbers:
 
 # %% ../../nbs/api/05n_capture.program.ipynb #ba77c2f7
 @patch
-def send(self:PathNumbers,
-    nums:list, # Numbers
-    hosts:list, # Tensors of the host
-) -> list: # These, and the numbers
-    "Tensors of the host and those numbers that have changed, in one transfer"
+def send(self:PathNumbers, nums, hosts):
+    "Tensors of the host, and numbers, of which those that have changed are sent, in one transfer"
     new,sent = [],self.sent
     for at in self.places:
         (kind,i,j),dtype = at

@@ -43,8 +43,7 @@ class OptSteps:
             counts = [o for d,k,name,_ in numbers.places.values() if (o := _count(tape, d, k, name))]
         finally: numbers.restore()
         for d,was in held:
-            new = [(d, k, v, was.get(k)) for k,v in d.items() if isinstance(v, T) and v is not was.get(k) and is_xla(v)]
-            self.replaced += new
+            self.replaced += [(d, k, v, was.get(k)) for k,v in d.items() if isinstance(v, T) and v is not was.get(k) and is_xla(v)]
         self.done.append((numbers, tape, counts))
         for d,k,v in counts: put_number(d, k, tape.true[v[0]] if type(v) is tuple else v)
 
@@ -82,7 +81,7 @@ def _trace(self:StepTrace, calls, escaped, seed, then):
     _as_of_a_run(outside, taken)
     rng = rng_state()
     manual_seed(rng)
-    self.steps,self.nums,self.left,self.graph = OptSteps(seed),nums,None,None
+    self.steps,self.nums,self.graph = OptSteps(seed),nums,None
     sent = [torch.Tensor._make_subclass(type(h), t) if type(h) is not T else t for h,t in zip(hosts, _sent(hosts))]
     self.given = Given(outside, sent)
     try:
@@ -129,10 +128,7 @@ def _as_of_a_run(outside, taken):
 # %% ../../nbs/api/05ma_capture.trace.ipynb #b695d57a
 class Given:
     "The tensors that a step is given, by names, and what they held"
-    def __init__(self,
-        outside:list, # Tensors from outside
-        sent:list, # Tensors that the host has sent
-    ):
+    def __init__(self, outside, sent):
         grads = Kept([t.grad for t in outside if t.is_leaf and t.grad is not None])
         for i in grads.views: set_data(grads.ts[i], grads.copies[i])   # they follow no base from now on
         named = [(('outside', j), t) for j,t in enumerate(outside)] + [(('sent', j), t) for j,t in enumerate(sent)]
