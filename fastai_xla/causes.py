@@ -58,7 +58,7 @@ class Site(NamedTuple):
 
 def site_of(
     frame, # Where the call comes from
-    outside:set=frozenset(), # `id`s of frames that are not looked at
+    outside=(), # `id`s of frames that are not looked at
 ) -> Site:
     "The innermost line that is the user's, and that of fastai below it"
     lib = None

@@ -233,7 +233,7 @@ def _n_programs(log):
     n,todo = 0,[log.root]
     while todo:
         node = todo.pop()
-        n += len(node.program or ())
+        n += len(node.end.programs) if node.end else 0
         todo += node.kids
     return n
 

@@ -159,7 +159,7 @@ def _finish(self:Logged):
     if not done:
         log.ended()
         r.step.batch.tracing = True
-        self._tell(log.refused or log.missed, bool(log.refused))
+        self._tell(log.refused or log.miss.why, bool(log.refused))
     log.forget()
     if not (batch.mets or batch.keeping or batch.others): return
     r.give([*batch.mets, *batch.keeping])
@@ -170,16 +170,16 @@ def _finish(self:Logged):
 @patch
 def _run(self:Logged) -> bool: # Has it been run?
     r,batch,log = self.replay,self.batch,self.batch.log
-    leaf,programs = log.cur,log.cur.program or []
-    if not leaf.end:
+    end = log.cur.end
+    if not end:
         log._give_up('a step ends before all calls of an earlier one have been made')
         return False
     held = log.held()
-    p = first(p for p in programs if held <= p.escaped and p.ready(log.taken, log.nums))
+    p = first(p for p in end.programs if held <= p.escaped and p.numbers.ready(log.taken, log.nums))
     try:
         # an alias would not follow what the step updates, nor be put back after a trace
-        if is_shared([log.outside[j] for j in leaf.changed]): raise Refused(aliased)
-        if p is None: p = self._compiled(leaf, held, programs)
+        if is_shared([log.outside[j] for j in end.changed]): raise Refused(aliased)
+        if p is None: p = self._compiled(end, held)
         if self._audit_due(p): self._audit(p)
     except Refused as e:
         log._give_up(str(e))
@@ -187,7 +187,7 @@ def _run(self:Logged) -> bool: # Has it been run?
         return False
     try: results = p.run(log.outside, log.hosts, log.nums)
     except Dropped:
-        leaf.program.remove(p)
+        end.programs.remove(p)
         log._give_up("torch_xla has dropped the step's program")
         return False
     for i,(v,grad) in results.items():
@@ -201,19 +201,19 @@ def _run(self:Logged) -> bool: # Has it been run?
 
 # %% ../nbs/api/06bb_logged.ipynb #4b3c918d
 @patch
-def _compiled(self:Logged, leaf, held, programs):
+def _compiled(self:Logged, end, held):
     "A program for this path, which has been met before"
     r,log,fit = self.replay,self.batch.log,self.fit
     training = r.learn.training
     count = fit.counts[training]
     count['compiled'] += 1
     if count['compiled'] - fit.n_kinds(training) > most_programs: raise Refused(_differ + fit.why.removeprefix(_differ))
-    for p in programs: held = held | p.escaped
+    for p in end.programs: held = held | p.escaped
     r.step.batch.tracing = True
     p = Program(log.step_calls(), held)
-    if not p.ready(log.taken, log.nums): raise Refused("a number has another value each time")
+    if not p.numbers.ready(log.taken, log.nums): raise Refused("a number has another value each time")
     fit.audited[training] = r.passes
-    leaf.program = [p, *programs]
+    end.programs.insert(0, p)
     return p
 
 @patch
@@ -230,7 +230,7 @@ def _audit(self:Logged, p):
     r.fit.audits[training] += 1
     since,p.since,fit.audited[training] = p.since,p.runs,r.passes
     differs = p.audit(log.step_calls())
-    if not differs: return p.ready(log.taken, log.nums)
+    if not differs: return p.numbers.ready(log.taken, log.nums)
     fit.off[training] = why = f"an audit found that the step is not what was recorded: {differs}"
     warnings.warn(_stale(r.learn, why, p.runs-since))
     r.fit.plain[why] += 1

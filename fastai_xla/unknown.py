@@ -143,7 +143,7 @@ def ran(self:OptStep, taken):
 
 @patch
 def after(self:OptStep, node):
-    for d,k in node.counts:
+    for d,k in node.template.counts:
         if type(d[k]) is int: d[k] += 1
         else: put_number(d, k, get_number(d, k)+1)
 
@@ -187,11 +187,12 @@ def _as_one_call(cls, name, kind):
     def _inner(self, *args, **kwargs):
         run = f or (lambda self, *args, **kwargs: getattr(self.opt, name)(*args, **kwargs))
         if args or kwargs or (log := active()) is None or not _is_known_opt(self): return run(self, *args, **kwargs)
-        if (id(self), name) not in log.calls: log.calls[id(self), name] = kind(self, run)
-        call = log.calls[id(self), name]
+        steps = log.known.steps
+        if (id(self), name) not in steps: steps[id(self), name] = kind(self, run)
+        call = steps[id(self), name]
         r = log_call(log, call, tensors=call.tensors, guard=call.guard)
         if log.answering: call.after(log.cur)
-        elif hasattr(call, 'ran') and log.cur.f is call: log.cur.counts = call.ran(log.taken[log.cur.depth])
+        elif hasattr(call, 'ran') and log.cur.f is call: log.cur.template.counts = call.ran(log.taken[log.cur.template.depth][0])
         return r
     setattr(cls, name, functools.wraps(f)(_inner) if f else _inner)
 

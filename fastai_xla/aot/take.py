@@ -45,7 +45,7 @@ class _Sites(OpWatch):
     def call(self, func, args, kwargs, part, module):
         node = torch._C._current_autograd_node()
         if node is None: site = site_of(sys._getframe(2), self.outside)
-        else: site = self.sites.get(node._sequence_nr(), (Site(), ''))[0]._replace(backward=True)
+        else: site = self.batch.sites.get(node._sequence_nr(), (Site(), ''))[0]._replace(backward=True)
         place = (self._part(site, part), module, str(site))
         n = self.numbers.setdefault(place, len(self.numbers))
         with graph_scope(f'at{n}'): return func(*args, **kwargs)

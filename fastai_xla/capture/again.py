@@ -83,7 +83,7 @@ def run_node(
     other=noop, # Called where a result is a new tensor that was one of the arguments
 ):
     "Make a logged call again"
-    args,kwargs = build(n.args[0], env, nums, hosts),build(n.args[1], env, nums, hosts)
+    args,kwargs = (build(t, env, nums, hosts) for t in n.template.args)
     def run(): return n.f(*args, **kwargs)
     with in_context(n.key[1]):
         if isinstance(n.f, KnownModule):
@@ -91,9 +91,9 @@ def run_node(
             tensors = [o if o is None else env[o[0]] for o in own]
             with n.f.as_was(n.key[2], tensors): r = run()
         else: r = run_known(taken, places, run) if taken else run()
-    for l,o in zip(pytree.tree_leaves(r), n.olds):
+    for l,o in zip(pytree.tree_leaves(r), n.answer.olds):
         if o is None: continue
-        if n.base <= o < n.base+n.news: env.setdefault(o, l)
+        if o in n.answer.new: env.setdefault(o, l)
         elif env.get(o) is not l: other(n)
     return r
 
@@ -109,11 +109,12 @@ def ties(
     held, # Origins of results that are wanted
 ) -> dict: # Origin of such a result -> origin of what it is a view of, and the calls between the two
     "Which results share memory with a tensor from outside, or with another that is wanted?"
-    memory,made = {o: memory_of(t) for o,t in env.items()},{o: n for n in path for o in range(n.base, n.base+n.news)}
+    memory,made = {o: memory_of(t) for o,t in env.items()},{o: n for n in path for o in n.answer.new}
+    def given(o): return _origins(made[o].template.args)
     def views(o):
         calls = []
-        while o in made and (i := first(i for i in _origins(made[o].args) if i != o and memory[i] == memory[o])) is not None:
-            if not {i, o}.issuperset(_origins(made[o].args)) or getattr(made[o].f, 'places', ()): return None,()   # of more than one
+        while o in made and (i := first(i for i in given(o) if i != o and memory[i] == memory[o])) is not None:
+            if not {i, o}.issuperset(given(o)) or getattr(made[o].f, 'places', ()): return None,()   # of more than one
             calls.insert(0, made[o])
             o = i
         return o,calls

@@ -62,8 +62,7 @@ class StepCalls(NamedTuple):
     outside: list # Tensors from outside
     hosts: list # Tensors of the host that are sent
     nums: list # Numbers
-    taken: dict # Depth of a call of an optimizer -> its numbers then
-    states: dict # The same for the places and tensors of its state
+    taken: dict # Depth of a call of an optimizer -> its numbers then, and its state
 
 class Outside(NamedTuple):
     "What is compared of a tensor from outside, where a step meets it first"
@@ -87,7 +86,7 @@ class Arguments:
         "Let go of the tensors of a step"
         self.at = {}   # id of a tensor -> its origin
         self.outside,self.hosts,self.nums = [],[],[]
-        self.taken,self.states = {},{}   # depth of a call of an optimizer -> its numbers then; its state
+        self.taken = {}   # depth of a call of an optimizer -> its numbers then, and its state
         self.goes_back = False   # does the step use the graph of an earlier one?
 
     def undo(self,
@@ -221,22 +220,25 @@ _any_auto = torch._C._is_any_autocast_enabled
 _origin,_equal,_type,_outside,_other = range(5)
 _exact = (type(None), bool, str, int, torch.dtype)
 
-def _want(a, item):
+def _want(a, item, *takes):
     "What a later argument is compared with: the kind of comparison, and the value"
+    other = _other,([item], *takes)
     if type(item) is Outside: return _outside,item
-    if isinstance(a, T): return (_origin, item[0]) if len(item) == 1 else (_other, [item])
-    if item is a_float or item is a_int: return (_type, type(a)) if type(a) in (float, int) else (_other, [item])
+    if isinstance(a, T): return (_origin, item[0]) if len(item) == 1 else other
+    if item is a_float or item is a_int: return (_type, type(a)) if type(a) in (float, int) else other
     exact = type(a) in _exact or type(a) is tuple and all(type(o) is int for o in a) and not any(o is a_int for o in item[1])
-    return (_equal, a) if exact else (_other, [item])
+    return (_equal, a) if exact else other
 
 def wants(
     args:tuple, # Of a call
     kwargs:dict, # Of a call
     skeleton:list, # Of both
+    ints:bool, # Are ints numbers of arithmetic in this call?
+    floats:bool, # Are floats?
 ) -> tuple: # Of pairs for `is_wanted`
     "What the arguments of a later call are compared with"
     items = skeleton[:len(args)] + (skeleton[len(args)+1] if kwargs else [])
-    return tuple(map(_want, (*args, *kwargs.values()), items))
+    return tuple(_want(a, item, ints, floats) for a,item in zip((*args, *kwargs.values()), items))
 
 # %% ../../nbs/api/05ka_capture.arguments.ipynb #81c3d4f0
 @patch
@@ -255,8 +257,8 @@ def is_wanted(self:Arguments,
             same = type(a) is v
             self.nums.append(a)
         else:
-            self.ints,self.floats = n.ints,n.floats
-            same = self._skeleton((a,)) == v
+            item,self.ints,self.floats = v
+            same = self._skeleton((a,)) == item
         if not same: return False
     grad,auto,default = n.key[1]
     if _grad() is not grad or _default() is not default: return False

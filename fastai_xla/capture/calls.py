@@ -7,7 +7,7 @@ Docs: https://fastai-xla.github.io/fastai_xla/api/capture.calls.html.md"""
 # %% auto #0
 __all__ = ['T', 'P', 'questions', 'hook_calls', 'makers', 'arithmetic_of_ints', 'arithmetic', 'takes_ints', 'takes_floats',
            'is_question', 'is_on_xla', 'flags_of', 'n_reads', 'why_read', 'call_name', 'user_line', 'context_now',
-           'in_context', 'Node', 'Kind', 'node_of']
+           'in_context', 'Node', 'Answer', 'Template', 'End', 'Kind', 'node_of', 'Miss']
 
 # %% ../../nbs/api/05k_capture.calls.ipynb #269797f3
 import sys
@@ -19,7 +19,6 @@ import numpy as np
 import torch
 from torch import nn
 from torch.overrides import resolve_name
-from torch.utils import _pytree as pytree
 from fastcore.all import *
 
 from ..runtime import *
@@ -112,14 +111,30 @@ def in_context(
 
 # %% ../../nbs/api/05k_capture.calls.ipynb #d3d2f8fd
 class Node:
-    "One call of a log, and those that have come after it"
-    __slots__ = '''f key args base news olds consts spec kinds single flat kids held line at names vals bad turned counts
-        program end changed depth filled wrapper ints floats spare keys wants'''.split()
+    "One call of a log: what later ones are compared with, its placeholders, and the calls that have come after it"
+    __slots__ = 'f wrapper keys wants key bad held alone kids answer template end'.split()
     def __init__(self):
-        self.f = self.held = self.program = self.single = None
-        self.kids,self.changed,self.turned,self.counts = [],[],[],[]
-        self.filled,self.bad,self.end,self.base,self.news,self.depth = (),(),False,0,0,0
+        self.f = self.held = self.end = None
+        self.alone = None   # origin of its result, where that is one new tensor and nothing else
+        self.kids,self.bad,self.answer,self.template = [],(),Answer(),Template()
 
+class Answer:
+    "What a call is answered with: new tensors, those that were there before, and what it has done to others"
+    __slots__ = 'new kinds olds consts spec flat spare turned filled'.split()
+    def __init__(self):
+        self.new = range(0)   # origins of the new tensors
+        self.kinds,self.turned,self.filled = [],[],()
+
+class Template:
+    "What a call is made of again"
+    __slots__ = 'args names at depth line counts'.split()
+    def __init__(self): self.depth,self.counts = 0,[]
+
+class End:
+    "Where steps have ended: their programs, and which tensors from outside they change"
+    def __init__(self): self.programs,self.changed = [],[]
+
+# %% ../../nbs/api/05k_capture.calls.ipynb #6a571c3c
 class Kind:
     "What can be asked of a result without its value"
     def __init__(self, t):
@@ -150,10 +165,17 @@ class Kind:
 def node_of(
     log_path:list, # Nodes
     i:int, # Origin of a result
-) -> Node:
-    "The call that has given result `i`"
-    at = bisect_right(log_path, i, key=attrgetter('base'))
-    return next(n for n in reversed(log_path[:at]) if n.news)
+) -> tuple: # Node, number
+    "The call that has given result `i`, and which of its new tensors that is"
+    at = bisect_right(log_path, i, key=attrgetter('answer.new.start'))
+    n = next(n for n in reversed(log_path[:at]) if n.answer.new)
+    return n,i-n.answer.new.start
+
+class Miss:
+    "Where a step's calls are no longer those of earlier ones"
+    def __init__(self):
+        self.why,self.fell = '',{}   # `fell`: operators that had run on the CPU until then
+        self.given,self.made = [],[]   # placeholders so far, and the tensors that were computed in their place
 
 # %% ../../nbs/api/05k_capture.calls.ipynb #6cf0fea2
 def mask_of(

@@ -43,11 +43,11 @@ class Guards:
         self.users = bool(trace.reads.codes)   # do functions of the user's run in the step?
         self.reads.find_variables()
         self.watches = []   # pairs of a `Watch` and what it has found
-        memory,states = trace.memory,[k for k,(kind,_) in enumerate(trace.sources) if kind == 'state']
-        self.shapes = {k: (trace.ts[k].dtype, trace.ts[k].shape, True) for k in states}
-        self.layouts = {k: layout(trace.ts[k]) or _whole for k in states}
+        memory,states = trace.memory,{k: trace.graph.ts[k] for k,(kind,_) in enumerate(trace.graph.sources) if kind == 'state'}
+        self.shapes = {k: (t.dtype, t.shape, True) for k,t in states.items()}
+        self.layouts = {k: layout(t) or _whole for k,t in states.items()}
         self.of_modules = memory.of_modules
-        self.weights = [memory.readers[i][0] for i,_ in trace.updated if i in memory.weights]
+        self.weights = [memory.readers[i][0] for i,_ in trace.left.updated if i in memory.weights]
         self.attrs,self.own,self.laid = [],[],[]   # readers and what they find: all, those that the step itself sets, layouts
 
     def place(self,

@@ -138,7 +138,7 @@ def _host_draws(): return random.getstate(),np.random.get_state()[1:3],torch.get
 class KnownModules:
     "Modules that are one call, as long as they are"
     def __init__(self):
-        self.found,self.not_whole = {},set()
+        self.found,self.not_whole,self.steps = {},set(),{}   # `steps`: (id, name of a method) -> that of an optimizer as one call
         self.made = weakref.WeakSet()   # within a step, as by a slice of an `nn.Sequential`: others each time
 
     def look_again(self):

@@ -8,8 +8,6 @@ Docs: https://fastai-xla.github.io/fastai_xla/api/capture.log.html.md"""
 __all__ = ['Log']
 
 # %% ../../nbs/api/05l_capture.log.ipynb #eb4c4039
-import threading
-
 import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
@@ -32,14 +30,14 @@ class Log(TorchFunctionMode, Arguments):
     def __init__(self):
         super().__init__()
         Arguments.__init__(self)
-        self.root,self.known,self.asked,self.calls,self.busy,self.fresh = Node(),KnownModules(),{},{},0,[]
+        self.root,self.known,self.asked,self.busy,self.fresh = Node(),KnownModules(),{},0,[]
         self.forget()
 
     def forget(self):
         "Let go of the tensors of a step"
         Arguments.forget(self)
-        self.objs,self.path,self.env,self.given = [],[],None,[]
-        self.turned,self.turns = {},[]   # tensors whose `requires_grad` the step has changed -> what is asked in their place
+        self.objs,self.path,self.miss = [],[],Miss()
+        self.turned = {}   # tensors whose `requires_grad` the step has changed -> what is asked in their place
 
     def begin(self):
         "Begin a step: answered as long as its calls are those of an earlier one"
@@ -47,10 +45,10 @@ class Log(TorchFunctionMode, Arguments):
         if self.fresh: self.prepare(self.fresh)
         self.fresh = []
         self.cur,self.answering = self.root,any(n.held is not None for n in self.root.kids)
-        self.refused,self.missed,self.thread = '','',threading.get_ident()
-        self.fell = {} if self.answering else xla_counts().fallbacks
+        self.refused = ''
+        if not self.answering: self.miss.fell = xla_counts().fallbacks
 
-    def step_calls(self): return StepCalls(list(self.path), self.outside, self.hosts, self.nums, dict(self.taken), dict(self.states))
+    def step_calls(self): return StepCalls(list(self.path), self.outside, self.hosts, self.nums, dict(self.taken))
     def refuse(self, why): self.refused = self.refused or why
 
 # %% ../../nbs/api/05l_capture.log.ipynb #267fe386
@@ -70,7 +68,7 @@ def __torch_function__(self:Log, f, types, args=(), kwargs=None):
         for n in self.cur.kids:
             if (n.f is f or n.wrapper and n.f == f) and n.keys == keys and n.held is not None:
                 if self.is_wanted(n, (*args, *kwargs.values()) if keys else args): return self._answer(n)
-                self.undo(n.at)
+                self.undo(n.template.at)
     if is_question(f): return self._question(f, args, kwargs)
     return self._special(f, args, kwargs or {})
 
@@ -123,7 +121,7 @@ def call(self:Log,
     key = self._skeleton_of(f, args, kwargs, tensors),context_now(),guard
     saw = self.saw_xla or is_xla(kwargs.get('device'))
     n = self._matching(f, key)
-    if hasattr(f, 'taken'): self.taken[self.cur.depth+1],self.states[self.cur.depth+1] = f.taken(),f.places
+    if hasattr(f, 'taken'): self.taken[self.cur.template.depth+1] = f.taken(),f.places
     if self.answering:
         if n is not None and n.held is not None: return self._answer(n)
         if not saw: return self._call_of_the_host(f, args, kwargs, key, n, before)
@@ -132,14 +130,14 @@ def call(self:Log,
         if new and any(pending(new)): self.refuse(f"{call_name(f)} at {user_line()} is given a tensor that was made where nobody saw it")
     reads,flags = n_reads() if saw else 0,self._flags(f)
     r = self._run(f, self._real(args), self._real(kwargs))
-    self.turns = [(o, Kind(self._object(o))) for o,flag in self._flags(f) if flag and (o, flag) not in flags]
+    turns = [(o, Kind(self._object(o))) for o,flag in self._flags(f) if flag and (o, flag) not in flags]
     leaves = pytree.tree_leaves(r)
     there = any(map(is_on_xla, leaves))
     if saw and (n_reads() != reads or any(isinstance(l, T) and not is_xla(l) for l in leaves)):
-        self.refuse(f"{call_name(f)} at {user_line()} {why_read(self.fell)}")
+        self.refuse(f"{call_name(f)} at {user_line()} {why_read(self.miss.fell)}")
         saw = False
     if saw or there:
-        r = self._note(f, args, kwargs, key, n, before, r)
+        r = self._note(f, args, kwargs, key, n, before, r, turns)
         if getattr(f, '__name__', '') == 'backward': self._note_filled()
         return r
     self.undo(before)
@@ -190,7 +188,7 @@ def _difference(self:Log, f, key):
     kids,here = self.cur.kids,f'{call_name(f)} at {user_line()}'
     n = first(kids, lambda n: n.f == f)
     if not kids: return f'{here} comes after all calls of an earlier step'
-    if n is None: return f'{here} comes where {call_name(kids[0].f)} ({kids[0].line}) was called before'
+    if n is None: return f'{here} comes where {call_name(kids[0].f)} ({kids[0].template.line}) was called before'
     (skeleton,context,guard),(skeleton2,context2,guard2) = n.key,key
     if context != context2: return f'{here} runs under another autocast, default dtype or gradient mode'
     if skeleton != skeleton2: return f'{here} has another argument: {_changed(skeleton, skeleton2)}'
@@ -217,31 +215,32 @@ def _answer(self:Log, n):
     "The placeholders of a call that is as it was"
     self.cur = n
     self.path.append(n)
-    if n.single:
+    if n.alone is not None:
         t = n.held[0]
-        self.at[id(t)] = n.base
+        self.at[id(t)] = n.alone
         self.objs.append(t)
         return t
-    for i in n.filled: self.outside[i]._cleared = None
-    for o,t in n.turned: self.turned[id(self._object(o))] = t
-    if n.olds == _nothing and n.consts == _nothing: return None
-    for j,t in enumerate(n.held): self.at[id(t)] = n.base+j
+    r = n.answer
+    for i in r.filled: self.outside[i]._cleared = None
+    for o,t in r.turned: self.turned[id(self._object(o))] = t
+    if r.olds == _nothing and r.consts == _nothing: return None
+    for o,t in zip(r.new, n.held): self.at[id(t)] = o
     self.objs.extend(n.held)
-    if n.flat: return n.flat(n.held)
-    if n.news == 0 and n.spec.is_leaf() and n.olds[0] is not None: return self._object(n.olds[0])
-    ls = [c if o is None else self._object(o) for o,c in zip(n.olds, n.consts)]
-    return ls[0] if n.spec.is_leaf() else pytree.tree_unflatten(ls, n.spec)
+    if r.flat: return r.flat(n.held)
+    if not r.kinds and r.spec.is_leaf() and r.olds[0] is not None: return self._object(r.olds[0])
+    ls = [c if o is None else self._object(o) for o,c in zip(r.olds, r.consts)]
+    return ls[0] if r.spec.is_leaf() else pytree.tree_unflatten(ls, r.spec)
 
 @patch
 def _object(self:Log, o): return self.objs[o] if o >= 0 else self.outside[-1-o]
 
 # %% ../../nbs/api/05l_capture.log.ipynb #503165ea
 @patch
-def _note(self:Log, f, args, kwargs, key, n, before, r):
+def _note(self:Log, f, args, kwargs, key, n, before, r, turns=()):
     "Log a call that has been made"
     leaves,spec = pytree.tree_flatten(r)
-    base,olds,consts,kinds,new = self.cur.base+self.cur.news,[],[],[],{}
-    if self.given: r = pytree.tree_unflatten([self._as_given(l) for l in leaves], spec)
+    base,olds,consts,kinds,new = self.cur.answer.new.stop,[],[],[],{}
+    if self.miss.given: r = pytree.tree_unflatten([self._as_given(l) for l in leaves], spec)
     for l in leaves:
         on = is_on_xla(l)
         o = (self.at.get(id(l)) if id(l) not in new else new[id(l)]) if on else None
@@ -252,15 +251,16 @@ def _note(self:Log, f, args, kwargs, key, n, before, r):
             self.objs.append(l)
         olds.append(o)
         consts.append(None if on else l)
-    if n is not None and (n.olds != olds or [k.key() for k in n.kinds] != [k.key() for k in kinds]):
+    if n is not None and (n.answer.olds != olds or [k.key() for k in n.answer.kinds] != [k.key() for k in kinds]):
         self.refuse(f'{call_name(f)} at {user_line()} gives other results from the same arguments')
         n = None
     if n is None:
         n = self._new_node(f, args, kwargs, key, before)
-        n.turned = self.turns
-        n.base,n.news,n.olds,n.consts,n.spec,n.kinds = base,len(kinds),olds,consts,spec,kinds
-        n.single = len(kinds) == len(leaves) == 1 and spec.is_leaf()
-        n.flat = type(r) if type(r) in (tuple, list) and len(kinds) == len(leaves) == len(r) else None
+        res = n.answer
+        res.turned = turns
+        res.new,res.kinds,res.olds,res.consts,res.spec = range(base, base+len(kinds)),kinds,olds,consts,spec
+        res.flat = type(r) if type(r) in (tuple, list) and len(kinds) == len(leaves) == len(r) else None
+        n.alone = base if len(kinds) == len(leaves) == 1 and spec.is_leaf() else None
     self.at.update(new)
     self.cur = n
     self.path.append(n)
@@ -275,26 +275,25 @@ def _class_of(self:Log, a):
 @patch
 def _note_filled(self:Log):
     note_filled(self.outside)
-    self.cur.filled = tuple(i for i,t in enumerate(self.outside) if t.__dict__.get('_cleared', 0) is None)
+    self.cur.answer.filled = tuple(i for i,t in enumerate(self.outside) if t.__dict__.get('_cleared', 0) is None)
 
 @patch
 def _as_given(self:Log, l):
     "The user's code has had a placeholder for this result, and may compare the two"
     i = self.at.get(id(l), -1) if is_on_xla(l) else -1
-    return self.given[i] if 0 <= i < len(self.given) else l
+    return self.miss.given[i] if 0 <= i < len(self.miss.given) else l
 
 # %% ../../nbs/api/05l_capture.log.ipynb #5e31230f
 @patch
 def _new_node(self:Log, f, args, kwargs, key, before):
     n,name,count = Node(),getattr(f, '__name__', ''),[*before[:2]]
-    n.f,n.key,n.line,n.ints,n.floats,n.at,n.depth = f,key,user_line(),takes_ints(name),takes_floats(name),before,self.cur.depth+1
-    n.keys,n.wants = tuple(kwargs),wants(args, kwargs, key[0])
+    ints,floats,t = takes_ints(name),takes_floats(name),n.template
+    sets = name == '__setitem__'   # an index is no number of arithmetic
+    items = [self._template(a, count, ints and (i == 2 or not sets), floats) for i,a in enumerate(args)]
+    t.args = (tuple, items),{k: self._template(v, count, ints and not sets, floats) for k,v in kwargs.items()}
+    t.line,t.at,t.depth = user_line(),before,self.cur.template.depth+1
+    t.names = [(call_name(f), t.line, i) for i in range(count[0]-before[0])]
+    n.f,n.key,n.keys,n.wants = f,key,tuple(kwargs),wants(args, kwargs, key[0], ints and not sets, floats)
     n.wrapper = hasattr(f, '__self__')   # another object each time
-    if name == '__setitem__':
-        t = [self._template(a, count, i == 2, n.floats) for i,a in enumerate(args)]
-        n.ints = False
-    else: t = [self._template(a, count, n.ints, n.floats) for a in args]
-    n.args = (tuple, t),{k: self._template(v, count, n.ints, n.floats) for k,v in kwargs.items()}
-    n.names,n.vals = [(call_name(f), n.line, i) for i in range(count[0]-before[0])],self.nums[before[0]:]
     self.cur.kids.append(n)
     return n

@@ -29,12 +29,13 @@ from .log import *
 import fastai_xla.capture.placeholders
 
 # %% ../../nbs/api/05m_capture.patches.ipynb #d174d6e4
-_active = []
+_active = []   # logs, each with the thread that it is at work in
 
 def active() -> Log|None:
     "The log at work in this thread"
-    if not _active or _active[-1].busy or _active[-1].thread != threading.get_ident(): return None
-    return _active[-1]
+    if not _active: return None
+    log,thread = _active[-1]
+    return None if log.busy or thread != threading.get_ident() else log
 
 @contextmanager
 def _outside(log):
@@ -234,7 +235,7 @@ def logging(
     watch_calls()
     # what `torch.compile` has compiled is called as it was written: dynamo would trace the log
     as_written = torch.compiler.set_stance('force_eager') if 'torch._dynamo' in sys.modules else nullcontext()
-    _active.append(log)
+    _active.append((log, threading.get_ident()))
     try:
         with as_written, log: yield
     finally: _active.pop()

@@ -28,28 +28,29 @@ from .log import *
 def _give_up(self:Log, why):
     "Make the calls so far for real, and go on as in a traced step"
     if not self.answering: return
-    self.missed,self.answering = why,False
+    miss,self.answering = self.miss,False
+    miss.why = why
     env = {-1-j: t for j,t in enumerate(self.outside)}
     self.busy += 1
     try:
         for n in self.path:
-            run_node(n, env, self.nums, self.hosts, self.taken.get(n.depth, ()), self.states.get(n.depth, ()))
+            run_node(n, env, self.nums, self.hosts, *self.taken.get(n.template.depth, ()))
             if getattr(n.f, '__name__', '') == 'backward': note_filled(self.outside)   # as `Learner._backward` would have
     finally: self.busy -= 1
-    self.fell = xla_counts().fallbacks
-    self.given,self.env = self.objs,[env[i] for i in range(len(self.objs))]
-    for i,t in enumerate(self.env): self.at[id(t)] = i
-    self.objs = list(self.env)
+    miss.fell,miss.given,miss.made = xla_counts().fallbacks,self.objs,[env[i] for i in range(len(self.objs))]
+    for i,t in enumerate(miss.made): self.at[id(t)] = i
+    self.objs = list(miss.made)
     self.turned = {}
 
 @patch
 def _real(self:Log, a):
     "Arguments with real tensors in the place of placeholders"
-    if self.env is None: return a
+    made = self.miss.made
+    if not made: return a
     def real(t):
         if not isinstance(t, T): return t
         i = self.at.get(id(t))
-        return self.env[i] if i is not None and 0 <= i < len(self.env) else t
+        return made[i] if i is not None and 0 <= i < len(made) else t
     return pytree.tree_map(real, a)
 
 # %% ../../nbs/api/05la_capture.placeholders.ipynb #52beff3d
@@ -67,26 +68,26 @@ def renew(self:Log,
     grad:torch.Tensor|None=None, # Its gradient
 ):
     "Let the placeholder of result `i` be a tensor like any other"
-    n = node_of(self.path, i)
-    old,kind = n.held[i-n.base],n.kinds[i-n.base]
+    n,j = node_of(self.path, i)
+    old,kind = n.held[j],n.answer.kinds[j]
     if value is not None: T.data.__set__(old, value)
     if grad is not None: old.grad = grad
     if kind.grad and kind.leaf: old.requires_grad_()
     elif kind.grad: self.part(old)
-    self._hold(n, i-n.base)
+    self._hold(n, j)
 
 @patch
 def tidy(self:Log):
     "Attributes that somebody has set on a placeholder are not there at the next step"
     for i in [i for i,t in enumerate(self.objs) if t.__dict__]:
-        n = node_of(self.path, i)
-        if self.objs[i] is n.held[i-n.base] and self.objs[i].__dict__ != n.kinds[i-n.base].attrs: self._hold(n, i-n.base)
+        n,j = node_of(self.path, i)
+        if self.objs[i] is n.held[j] and self.objs[i].__dict__ != n.answer.kinds[j].attrs: self._hold(n, j)
 
 @patch
 def _hold(self:Log, n, j):
     self.asked.pop(id(n.held[j]), None)   # another tensor may get its id
-    k = n.kinds[j]
-    t = _make_subclass(k.cls, n.spare[j])
+    k = n.answer.kinds[j]
+    t = _make_subclass(k.cls, n.answer.spare[j])
     if k.attrs: t.__dict__.update(k.attrs)
     n.held[j] = t
     if k.asked is not None: self.asked[id(t)] = k.asked
@@ -95,12 +96,12 @@ def _hold(self:Log, n, j):
 @patch
 def ended(self:Log):
     "A step that was traced has ended: who holds placeholders of its calls gets the values; its calls are kept, or forgotten"
-    for i,c in enumerate(map(sys.getrefcount, self.given)):
-        if c > 3: self.renew(i, self.env[i].detach())
+    for i,c in enumerate(map(sys.getrefcount, self.miss.given)):
+        if c > 3: self.renew(i, self.miss.made[i].detach())
     if self.refused: return self.prune()
     if self.path:
-        self.path[-1].end = True
-        self.path[-1].changed = [j for j,p in enumerate(pending(self.outside) if self.outside else ()) if p]
+        end = self.path[-1].end = self.path[-1].end or End()
+        end.changed = [j for j,p in enumerate(pending(self.outside) if self.outside else ()) if p]
     self.fresh = list(self.path)
 
 @patch
@@ -119,9 +120,10 @@ def prepare(self:Log,
     with python_lock:
         for n in path:
             if n.held is not None: continue
-            n.spare = [k.placeholder() for k in n.kinds]
-            for k in n.kinds: k.to_ask()
-            n.turned = [(o, k.placeholder() if k.to_ask() is None else k.asked) for o,k in n.turned]
-            n.held = [None]*len(n.kinds)
-            for j in range(len(n.kinds)): self._hold(n, j)
+            r = n.answer
+            r.spare = [k.placeholder() for k in r.kinds]
+            for k in r.kinds: k.to_ask()
+            r.turned = [(o, k.placeholder() if k.to_ask() is None else k.asked) for o,k in r.turned]
+            n.held = [None]*len(r.kinds)
+            for j in range(len(r.kinds)): self._hold(n, j)
         drop_pending()

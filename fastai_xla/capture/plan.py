@@ -27,8 +27,9 @@ class StepGraph:
     def __init__(self,
         trace:Trace, # The step
     ):
-        self.hash,self.sources,self.names,self.tape = trace.hash,trace.sources,trace.names,trace.tape
-        self.consts,self.kept = trace.consts,{k: trace.ts[k] for k in trace.consts}   # their values, and tensors on the device
+        graph,self.names,self.tape = trace.graph,trace.names,trace.tape
+        self.hash,self.sources = graph.hash,graph.sources
+        self.consts,self.kept = graph.consts,graph.held   # their values, and tensors on the device
         self.drawn = trace.draws.fs   # what draws on the host
         self.meanings,self.doubts = trace.meanings,{}   # constant -> numbers that it may be; that it may also be by chance
         floats = [(k, c) for k,c in self.consts.items() if c.is_floating_point() and not c.dim()]
@@ -49,13 +50,14 @@ def compare(self:StepGraph,
     other:Trace, # Of the same step with other numbers
 ):
     "Refuse unless `other` gives the same graph, its constants explained"
-    if other.hash != self.hash or len(other.names) != len(self.names): raise Refused("the graph of the step is not the same each time")
+    same = other.graph.hash == self.hash and len(other.names) == len(self.names)
+    if not same: raise Refused("the graph of the step is not the same each time")
     self.names = [{n: r for n,r in a.items() if n in b} for a,b in zip(self.names, other.names)]
     if not all(self.names): raise Refused("the step does not find its inputs in the same places each time")
     if not other.draws.made_by(self.drawn): raise Refused("the step draws other random numbers on the host each time")
     if other.tape.ops != self.tape.ops or other.tape.guards != self.tape.guards:
         raise Refused("the step computes its Python numbers in different ways")
-    for k,c in other.consts.items():
+    for k,c in other.graph.consts.items():
         self.meanings[k] = self.meanings.get(k, set()) & other.meanings.get(k, set())
         self._doubt(k, c)
         if not self.meanings[k] and not torch.equal(torch.nan_to_num(self.consts[k]), torch.nan_to_num(c)):
@@ -79,14 +81,14 @@ def compile(self:StepGraph,
     trace:Trace, # Whose graph is there
 ):
     "Refuse constants that come from nowhere, and compile the rest"
-    known = known_constants()
+    known,a,b = known_constants(),first.graph,trace.graph
     for k,c in self.consts.items():
-        if trace.buffers[k] == first.buffers[k] and trace.buffers[k] not in known and (c.dim() or trace.ids[k] == first.ids[k] >= 0):
+        if b.buffers[k] == a.buffers[k] and b.buffers[k] not in known and (c.dim() or b.ids[k] == a.ids[k] >= 0):
             raise Refused(f"the step reads a tensor of shape {tuple(c.shape)} that is no attribute of the model, the loss or "
                           f"a callback, where a change of it would go unseen; make it a buffer of a module, or an attribute")
-    in_place = {i for i,_ in trace.updated}
-    given = [t for t,(kind,at) in zip(trace.ts, self.sources) if kind == 'state' and in_place.issuperset(at)]
-    self.handle = compile_graph(trace.roots, given)
+    in_place = {i for i,_ in trace.left.updated}
+    given = [t for t,(kind,at) in zip(b.ts, self.sources) if kind == 'state' and in_place.issuperset(at)]
+    self.handle = compile_graph(b.roots, given)
 
 # %% ../../nbs/api/05gb_capture.plan.ipynb #05gb10009
 class Plan:
@@ -144,10 +146,11 @@ class Results:
     def __init__(self,
         trace:Trace, # The step
     ):
-        self.updated = [(trace.memory.readers[i][0], r) for i,r in trace.updated]
+        left = trace.left
+        self.updated = [(trace.memory.readers[i][0], r) for i,r in left.updated]
         self.in_place,self.elsewhere = [],[]   # of these: among the inputs, by number, and others, by reader
-        self.replaced,self.grads,self.counts,self.outs = trace.replaced,trace.grads,trace.counts,trace.outs
-        self.n_draws,self.regrades = trace.n_draws,trace.regrades
+        self.replaced,self.grads,self.counts,self.outs = left.replaced,left.grads,left.counts,left.outs
+        self.n_draws,self.regrades = trace.n_draws,left.regrades
         self.shared = True   # do tensors that the step updates share memory, with each other or with one of somebody's?
 
     def place(self,

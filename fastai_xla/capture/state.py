@@ -195,9 +195,8 @@ class Memory:
         for d,k,_,(leaves,_),_ in places.trees:
             for i,t in enumerate(leaves): self._add(t, (leaf, d, k, i))
         self._drop_dead()
-        self.params = [t for t,_ in self.readers.values() if isinstance(t, nn.Parameter)]
-        self.grads,self.trains = [p.grad for p in self.params],[p.requires_grad for p in self.params]
-        for p,g in zip(self.params, self.grads): self._add(g, (grad, p))
+        params = [t for t,_ in self.readers.values() if isinstance(t, nn.Parameter)]
+        for p in params: self._add(p.grad, (grad, p))
         self.tensors,self.readers = map(list, zip(*self.readers.values())) if self.readers else ([], [])
         self.weights = {i for i,(t,rs) in enumerate(zip(self.tensors, self.readers))
                         if any(f is item and id(at[0]) in places.of_modules for f,*at in rs)
@@ -207,8 +206,7 @@ class Memory:
         self.host = [(t, t.detach().clone(), path) for *_,t,path in places.tensors if not is_xla(t)]
         self.elsewhere = live_tensors([*self.tensors, *inputs]) if search else []
         leaves = [t for t in self.elsewhere if t.requires_grad and t.is_leaf]   # a backward pass may leave a gradient with them
-        self.params,self.grads = self.params + leaves,self.grads + [t.grad for t in leaves]
-        self.trains += [True]*len(leaves)
+        self.params = [(p, p.grad, p.requires_grad) for p in params + leaves]   # is it trained?
         found = set(map(id, self.elsewhere))   # a gradient that only C++ holds has not been found
         self.elsewhere += [t.grad for t in leaves if t.grad is not None and id(t.grad) not in found]
         self.kept = Kept([*self.tensors, *inputs, *self.elsewhere])
@@ -237,7 +235,7 @@ def restore(self:Memory):
     with torch.no_grad():
         for t,was,_ in self.host:
             if not torch.equal(t, was): t.copy_(was)   # else it would count as written to
-    for p,g,r in zip(self.params, self.grads, self.trains):
+    for p,g,r in self.params:
         if p.grad is not g: p.grad = g
         p.requires_grad_(r)
     for v,was in self.lists: v[:] = was
@@ -297,4 +295,4 @@ def changed_elsewhere(self:Memory) -> list:
     n,mine = len(self.elsewhere),set(map(id, self.tensors))
     now = zip(self.elsewhere, self.kept.buffers[-n:], pending(self.elsewhere)) if n else ()
     changed = [t for t,b,p in now if p or buffers([t])[0] != b]
-    return changed + [p for p,g in zip(self.params, self.grads) if id(p) not in mine and p.grad is not g]
+    return changed + [p for p,g,_ in self.params if id(p) not in mine and p.grad is not g]
