@@ -40,11 +40,15 @@ def numbers_unseen(monkeypatch):
     "One guard less: numbers that C code and containers take as they are go unseen"
     monkeypatch.setattr(Recording, '_taken', lambda self, inputs, keys: [])
 
-@pytest.mark.parametrize('f', by_epoch.values(), ids=by_epoch)
-def test_what_changes_by_epoch_is_never_stale(f, numbers_unseen):
+@pytest.mark.parametrize('name', by_epoch)
+def test_what_changes_by_epoch_is_never_stale(name, numbers_unseen):
+    f = by_epoch[name]
     right,*_ = losses_of(f, replay=False)
     losses,told,learn = losses_of(f)
     assert torch.equal(losses, right)
+    if name in ('np_interp', 'math_cos'):   # which the numbers themselves hear of
+        assert not told
+        return
     assert 'In training, epoch 1, batch 0, an audit found' in told[0]
     assert any('an audit found' in why for why in learn.xla_report().plain)
 
