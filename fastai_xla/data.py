@@ -150,6 +150,7 @@ def _glance(v):
     if isinstance(v, np.ndarray): return id(v),v.shape,v.reshape(-1)[::max(1, v.size//64)].tobytes() if v.flags.c_contiguous else None
     return id(v),len(v),tuple(map(id, islice(v.values() if isinstance(v, dict) else v, 64)))
 
+# %% ../nbs/api/06_data.ipynb #e03b9698
 class _Settings:
     "Attributes that the items of `dl` may depend on; without a look at the items, which may draw"
     def __init__(self, dl):

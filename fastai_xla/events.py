@@ -65,7 +65,8 @@ def ends_batch(
 
 def _may_differ(o, named):
     if isinstance(o, (int, float, str, type, ModuleType)): return named
-    return bool(vars(o)) if isinstance(o, FunctionType) else not isinstance(o, (BuiltinFunctionType, tuple, NoneType, torch.dtype, torch.device))
+    if isinstance(o, FunctionType): return bool(vars(o))
+    return not isinstance(o, (BuiltinFunctionType, tuple, NoneType, torch.dtype, torch.device))
 
 def may_see(
     met, # Metric

@@ -239,11 +239,11 @@ def _n_programs(log):
 
 def _told(replay):
     "What a report says of the batches of the last fit"
-    fit,log,recorded,again = replay.fit,replay.by_log,replay.kinds.told(),dict(replay.kinds.again.why)
-    if log:
-        recorded |= {(_phase[training], 'paths of your code'): n for training,o in log.logs.items() if (n := _n_programs(o))}
-        again |= log.fit.again
-    return dict(plain=fit.plain, beside=fit.beside, reads=fit.reads.told(), audits={p: fit.audits[t] for t,p in _phase.items()}, recorded=recorded, again=again)
+    fit,log = replay.fit,replay.by_log
+    logs,again = (log.logs.items(),log.fit.again) if log else ((), {})
+    paths = {(_phase[training], 'paths of your code'): n for training,o in logs if (n := _n_programs(o))}
+    return dict(plain=fit.plain, beside=fit.beside, reads=fit.reads.told(), audits={p: fit.audits[t] for t,p in _phase.items()},
+                recorded=replay.kinds.told() | paths, again=dict(replay.kinds.again.why) | again)
 
 # %% ../nbs/api/07_learner.ipynb #74258936
 _last_reports = WeakKeyDictionary()   # learner that has been on XLA -> its last report; as an attribute it would be exported

@@ -242,6 +242,7 @@ def do_step(
     cb = learn.__dict__.get('xla_opt')
     with cb.layout.in_step(learn.model, learn.xb) if cb else nullcontext(): learn._under__do_one_batch()
 
+# %% ../nbs/api/06aa_learner_step.ipynb #1044cb9d
 @contextmanager
 def as_counted(
     learn:Learner, # Learner within a batch

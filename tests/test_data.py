@@ -579,7 +579,9 @@ class Items:
         self.x,self.y = torch.randn(n, 6, generator=torch.Generator().manual_seed(n)),np.zeros(n)
         self.kept,self.by = collections.deque(maxlen=9),by
     def __len__(self): return len(self.x)
-    def __getitem__(self, i): return self.x[i]*self.by['scale'],torch.tensor([float(self.y[i]) + (self.kept[-1-i%len(self.kept)] if self.kept else 0)])
+    def __getitem__(self, i):
+        more = self.kept[-1-i%len(self.kept)] if self.kept else 0
+        return self.x[i]*self.by['scale'],torch.tensor([float(self.y[i]) + more])
 
 class Corrects(Callback):
     "Targets of the next batch become what the model makes of them"

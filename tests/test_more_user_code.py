@@ -119,7 +119,9 @@ def reads_callback(p, t): return (p-t).mean()*0 + reads_callback.learn.sets.by
 def reads_batch_number(p, t): return (p-t).mean()*0 + reads_batch_number.learn.train_iter
 
 @pytest.mark.parametrize('own_code', [False, True])
-@pytest.mark.parametrize('metric', [reads_callback, reads_batch_number, lambda: LossMetric('part')], ids=['callback', 'batch number', 'loss'])
+metrics = dict(callback=reads_callback, batch_number=reads_batch_number, loss=lambda: LossMetric('part'))
+
+@pytest.mark.parametrize('metric', metrics.values(), ids=metrics)
 def test_a_metric_reads_what_is_set_after_the_batch(metric, own_code):
     res = []
     for replay in (None, False, 'auto'):
@@ -129,7 +131,8 @@ def test_a_metric_reads_what_is_set_after_the_batch(metric, own_code):
         learn.metrics = [metric() if metric.__name__ == '<lambda>' else metric]
         metric.learn,learn.recorder.train_metrics = learn,True
         if replay is not None: learn.to_xla(replay=replay)
-        with learn.no_bar(), learn.no_logging(): learn.fit(3, 1e-2, cbs=type('Cb', (Callback,), dict(after_loss=lambda cb: None))() if own_code else [])
+        cbs = [type('Cb', (Callback,), dict(after_loss=lambda cb: None))()] if own_code else []
+        with learn.no_bar(), learn.no_logging(): learn.fit(3, 1e-2, cbs=cbs)
         res.append([[float(v) for v in vs[1::2]] for vs in learn.recorder.values])
     for r in res[1:]: test_close(r, res[0], eps=1e-4)
 

@@ -37,8 +37,10 @@ def _to_copy(self, *, dtype=None, layout=None, device=None, pin_memory=None, non
     return res if memory_format in (None, torch.preserve_format) else res.contiguous(memory_format=memory_format)
 
 # %% ../../nbs/api/01l_lowerings.copies.ipynb #95d23e41
-views = Lowering('views', lambda: True, 'what is contiguous, reshaped or flattened shares memory with the original where torch makes a copy')
-_moves = 'transpose_int permute t slice_Tensor select_int split_Tensor split_with_sizes unbind_int diagonal expand unfold as_strided'.split()
+views = Lowering('views', lambda: True,
+                 'what is contiguous, reshaped or flattened shares memory with the original where torch makes a copy')
+_moves = {*'''transpose_int permute t slice_Tensor select_int split_Tensor split_with_sizes unbind_int
+    diagonal expand unfold as_strided'''.split()}
 
 def _as_view(meta):
     "`meta` that makes a view of what it is applied to, where functionalization asks for a copy"
@@ -62,6 +64,7 @@ def _copies(op, x, args):
     if like is None: return args != (list(x.shape),) and any(type(m).__name__.removesuffix('_ViewMeta') in _moves for m in metas)
     return op(like, *args).untyped_storage()._cdata != like.untyped_storage()._cdata
 
+# %% ../../nbs/api/01l_lowerings.copies.ipynb #b7c7145b
 def _is_view(x): return torch._is_functional_tensor(x) and not torch._is_functional_tensor_base(x)
 
 @views.kernel('reshape', key='AutogradXLA')
