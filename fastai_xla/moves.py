@@ -38,12 +38,19 @@ def _returned(learn, now):
         m._parameters[n] = res.setdefault(p, q)
     return res
 
+def _let_graphs_go(learn):
+    "The graph of the last loss has hold of the parameters, which then could not be moved in place"
+    for n in ('loss', 'loss_grad', 'pred'):
+        t = learn.__dict__.get(n)
+        if isinstance(t, torch.Tensor) and t.grad_fn is not None: setattr(learn, n, t.detach())
+
 def move_learner(
     learn:Learner, # Learner with an `XLAOptCallback`
     device:torch.device, # Where to
 ):
     "Move model and loss; hooks, gradients and the optimizer's state follow each parameter"
     now = _homes(learn)
+    if any(is_xla(p) != is_xla(device) for p in now.values()): _let_graphs_go(learn)
     returned,moved,axes = _returned(learn, now),{},learn.xla_opt.layout.of(modules_of(learn))
     for m in modules_of(learn): moved |= move_module(m, device, axes)
     new = {p: moved.get(q, q) for p,q in returned.items()}

@@ -9,7 +9,7 @@ __all__ = ['reaches_items']
 
 # %% ../nbs/api/06aac_reach.ipynb #3eea34d2
 from collections import deque
-from types import ModuleType
+from types import MethodType, ModuleType
 
 import numpy as np
 import torch
@@ -28,8 +28,8 @@ _most = 2000   # objects that are looked at
 
 def _parts(o):
     if isinstance(o, dict): return list(o.values())[:50]
-    if isinstance(o, (list, tuple, set, deque, L)): return list(o)[:10]
-    return [getattr(o, '__self__', None)] + [v for k,v in getattr(o, '__dict__', {}).items() if k != 'learn' and not k.startswith('__')]
+    if type(o) in (list, tuple, set, deque, L): return list(o)[:10]   # those of `TfmdLists` would be made
+    return [getattr(o, '__self__', None)]*isinstance(o, MethodType) + [v for k,v in getattr(o, '__dict__', {}).items() if k != 'learn' and not k.startswith('__')]
 
 def _own_functions(o):
     "Functions of a user's class that makes items, or is called"

@@ -9,7 +9,7 @@ __all__ = ['before_fetch', 'look_every', 'has_xla', 'functional', 'fetch', 'send
            'move_module']
 
 # %% ../nbs/api/00a_transfer.ipynb #0dfaf3d8
-import time
+import time, weakref
 from copy import copy
 
 import torch
@@ -172,8 +172,8 @@ def _in_place(p, q):
     "The parameter `p` with the tensor, gradient and hooks of `q`; `q` where a graph or a weak reference has hold of `p`"
     keep_hooks({p: q})
     q.__dict__.update(p.__dict__)
-    try: torch.utils.swap_tensors(p, q)
-    except RuntimeError: return q
+    if any(t._use_count() > 1 or weakref.getweakrefs(t) for t in (p, q)): return q
+    torch.utils.swap_tensors(p, q)
     return p
 
 def move_module(

@@ -168,3 +168,12 @@ def test_who_has_kept_parameters_has_the_moved_ones(make):
         return torch.cat([*map(torch.tensor, ([float(l) for l in learn.recorder.losses],)), *(p.detach().cpu().flatten() for p in ps)])
     cpu = fit(None)
     for replay in (False, 'auto'): test_close(fit(replay), cpu, eps=1e-4)
+
+def test_parameters_stay_the_same_objects_after_a_fit_on_the_cpu():
+    "Whose last loss still has a graph"
+    learn = image_learner()
+    with learn.no_bar(), learn.no_logging(): learn.fit(1)
+    ps = list(learn.model.parameters())
+    learn.to_xla()
+    assert all(p is q and is_xla(p) for p,q in zip(ps, learn.model.parameters()))
+    with learn.no_bar(), learn.no_logging(): learn.fit(1)
