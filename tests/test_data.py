@@ -573,7 +573,7 @@ def test_nothing_is_read_while_a_step_is_traced(monkeypatch):
     with learn.no_bar(), learn.no_logging(): learn.fit(2)
     assert len(seen) > 64 and not any(seen)
 
-class Items:
+class Changing:
     "What a training may change between two batches"
     def __init__(self, n, by):
         self.x,self.y = torch.randn(n, 6, generator=torch.Generator().manual_seed(n)),np.zeros(n)
@@ -603,7 +603,7 @@ def test_items_that_a_callback_changes_from_batch_to_batch(make):
     def fit(replay):
         torch.manual_seed(0)
         by = dict(scale=1.)
-        dls = DataLoaders(DataLoader(Items(64, by), bs=8), DataLoader(Items(16, by), bs=8))
+        dls = DataLoaders(DataLoader(Changing(64, by), bs=8), DataLoader(Changing(16, by), bs=8))
         learn = Learner(dls, nn.Linear(6, 1), loss_func=nn.MSELoss(), opt_func=SGD, cbs=make(by))
         if replay is not None: learn.to_xla(replay=replay)
         with learn.no_bar(), learn.no_logging(): learn.fit(3, .1)
