@@ -40,6 +40,18 @@ def weights_are_set_to_other_tensors():
             for p in cb.model.parameters(): p.set_(p.clone()*.99)
     return net(lambda s,x: s.b(x.relu())) | hooked(after_step=after_step)
 
+class Token(nn.Module):
+    "A parameter goes into a layer norm without an operator before it: its mean must not be another graph once a program has made it"
+    def __init__(self):
+        super().__init__()
+        self.token,self.norm,self.a,self.b = nn.Parameter(torch.randn(1, 1, 8)),nn.LayerNorm(8),nn.Linear(6, 8),nn.Linear(8, 1)
+    def forward(self, x):
+        t = self.token.reshape(1, 8)[None].expand(len(x), -1, -1).reshape(len(x), 1, 8)
+        return self.b(self.norm(t)[:,0] + self.a(x))
+
+@story
+def a_token_into_a_layer_norm(): return dict(model=Token)
+
 @story
 def a_row_without_gradients_is_kept():
     def after_step(cb):
