@@ -11,6 +11,7 @@ __all__ = ['copies', 'views', 'contiguous']
 import functools, math, torch
 from fastcore.basics import first
 from torch.overrides import handle_torch_function, has_torch_function_unary
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ..runtime import *
 from ..shared import *
@@ -60,9 +61,10 @@ def _laid_out(x, metas):
 def _copies(op, x, args):
     "Would `op` copy `x` on the CPU?"
     metas = torch._C._functionalization.get_view_meta_sequence(x)
-    like = _laid_out(x, metas)
-    if like is None: return args != (list(x.shape),) and any(type(m).__name__.removesuffix('_ViewMeta') in _moves for m in metas)
-    return op(like, *args).untyped_storage()._cdata != like.untyped_storage()._cdata
+    with _disable_current_modes():   # which look at the operators of a step
+        like = _laid_out(x, metas)
+        if like is not None: return op(like, *args).untyped_storage()._cdata != like.untyped_storage()._cdata
+    return args != (list(x.shape),) and any(type(m).__name__.removesuffix('_ViewMeta') in _moves for m in metas)
 
 # %% ../../nbs/api/01l_lowerings.copies.ipynb #b7c7145b
 def _is_view(x): return torch._is_functional_tensor(x) and not torch._is_functional_tensor_base(x)
