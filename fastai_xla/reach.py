@@ -9,7 +9,8 @@ __all__ = ['reaches_items']
 
 # %% ../nbs/api/06aac_reach.ipynb #3eea34d2
 from collections import deque
-from types import MethodType, ModuleType
+from functools import partial
+from types import FunctionType, MethodType, ModuleType
 
 import numpy as np
 import torch
@@ -24,12 +25,14 @@ from .events import *
 # %% ../nbs/api/06aac_reach.ipynb #dd247199
 _names = {'dataset', 'train_ds', 'valid_ds', 'tls', 'after_item'}
 _shares = list, dict, set, deque, np.ndarray, torch.Tensor
+_functions = FunctionType, MethodType, partial   # no other is asked for attributes that it may not have
 _most = 2000   # objects that are looked at
 
 def _parts(o):
     if isinstance(o, dict): return list(o.values())[:50]
     if type(o) in (list, tuple, set, deque, L): return list(o)[:10]   # those of `TfmdLists` would be made
-    return [getattr(o, '__self__', None)]*isinstance(o, MethodType) + [v for k,v in getattr(o, '__dict__', {}).items() if k != 'learn' and not k.startswith('__')]
+    own = [v for k,v in getattr(o, '__dict__', {}).items() if k != 'learn' and not k.startswith('__')]
+    return [o.__self__, *own] if isinstance(o, MethodType) else own
 
 def _own_functions(o):
     "Functions of a user's class that makes items, or is called"
@@ -43,10 +46,11 @@ def _reached(roots):
         o,depth = todo.pop()
         if id(o) in seen or isinstance(o, (type, ModuleType, str, bytes, int, float, nn.Module, Learner)) or o is None: continue
         seen.add(id(o))
-        if isinstance(o, _shares) or hasattr(o, '__dict__') and not is_library(type(o).__module__): res.add(id(o))
+        own = hasattr(o, '__dict__') and not isinstance(o, _functions) and not is_library(type(o).__module__)
+        if own or isinstance(o, _shares): res.add(id(o))
         if depth > 4: continue
         new = [] if isinstance(o, (torch.Tensor, np.ndarray)) else _parts(o)
-        for f in [o, *_own_functions(o)] if not isinstance(o, _shares) else (): new += sum(names_in(f, type(o)).values(), [])
+        for f in [o] if isinstance(o, _functions) else _own_functions(o): new += sum(names_in(f, type(o)).values(), [])
         todo += [(v, depth+1) for v in new]
     return res
 
