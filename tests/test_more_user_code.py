@@ -118,9 +118,9 @@ class Sets(Callback):
 def reads_callback(p, t): return (p-t).mean()*0 + reads_callback.learn.sets.by
 def reads_batch_number(p, t): return (p-t).mean()*0 + reads_batch_number.learn.train_iter
 
-@pytest.mark.parametrize('own_code', [False, True])
 metrics = dict(callback=reads_callback, batch_number=reads_batch_number, loss=lambda: LossMetric('part'))
 
+@pytest.mark.parametrize('own_code', [False, True])
 @pytest.mark.parametrize('metric', metrics.values(), ids=metrics)
 def test_a_metric_reads_what_is_set_after_the_batch(metric, own_code):
     res = []
