@@ -38,6 +38,7 @@ def _returned(learn, now):
         m._parameters[n] = res.setdefault(p, q)
     return res
 
+# %% ../nbs/api/06e_moves.ipynb #b3dd8b73
 def _let_graphs_go(learn):
     "The graph of the last loss has hold of the parameters, which then could not be moved in place"
     for n in ('loss', 'loss_grad', 'pred'):

@@ -164,8 +164,8 @@ def test_who_has_kept_parameters_has_the_moved_ones(make):
         learn = Learner(dls, m, loss_func=loss, opt_func=SGD, cbs=cbs)
         if replay is not None: learn.to_xla(replay=replay)
         with learn.no_bar(), learn.no_logging(): learn.fit(3, .1)
-        ps = [*learn.model.parameters(), *(loss.parameters())]
-        return torch.cat([*map(torch.tensor, ([float(l) for l in learn.recorder.losses],)), *(p.detach().cpu().flatten() for p in ps)])
+        losses = torch.tensor([float(l) for l in learn.recorder.losses])
+        return torch.cat([losses, *(p.detach().cpu().flatten() for m in (learn.model, loss) for p in m.parameters())])
     cpu = fit(None)
     for replay in (False, 'auto'): test_close(fit(replay), cpu, eps=1e-4)
 

@@ -546,7 +546,7 @@ def test_control(name, monkeypatch, without_audits):
     with pytest.raises(AssertionError, match='differ'): compare(make, story)
 
 def test_untracked_lr(monkeypatch):
-    "With one guard less, the next one finds it: numpy, in which the schedule counts, takes the other numbers as they are, and the step is retraced"
+    "With one guard less, the next one finds it: the schedule counts in numpy, which takes the other numbers as they are"
     monkeypatch.setattr(Numbers, '_add', all_but_lr)
     learn,counts = compare(learner, one_cycle)
     assert any('Python numbers decide' in w for w in learn.xla_opt.replay.reasons.why)
