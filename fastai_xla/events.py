@@ -6,7 +6,7 @@ Docs: https://fastai-xla.github.io/fastai_xla/api/events.html.md"""
 
 # %% auto #0
 __all__ = ['in_step', 'outside_step', 'of_batches', 'cancels', 'hears_all', 'acts', 'is_user_callback', 'cuts_short',
-           'ends_batch', 'may_see']
+           'ends_batch', 'sees_metrics', 'may_see']
 
 # %% ../nbs/api/06a_events.ipynb #48c937e5
 from types import BuiltinFunctionType, FunctionType, ModuleType, NoneType
@@ -67,6 +67,13 @@ def _may_differ(o, named):
     if isinstance(o, (int, float, str, type, ModuleType)): return named
     if isinstance(o, FunctionType): return bool(vars(o))
     return not isinstance(o, (BuiltinFunctionType, tuple, NoneType, torch.dtype, torch.device))
+
+def sees_metrics(
+    names, # In the code of an `after_batch`
+) -> bool:
+    "May it look at what the recorder's metrics have come to, as `self.recorder.smooth_loss.value`? `learn.smooth_loss` is no metric"
+    if 'smooth_loss' in names and not names.isdisjoint({'value', 'val', 'count'}): return True
+    return not names.isdisjoint({'metrics', '_train_mets', '_valid_mets'})
 
 def may_see(
     met, # Metric

@@ -94,8 +94,9 @@ def metrics(self:LearnerStep):
     if not runs or rec not in self.learn.cbs or not len(self.learn.yb): return [],[],[]
     mets = (rec._train_mets if self.learn.training else rec._valid_mets) if keeps_metrics(rec) else []
     before = lambda what, is_one: [cb for cb in self.acting(what, is_one) if cb.order < rec.order]
-    late = self.late or before('cuts a batch short', cuts_short)   # unheard by the recorder
     names = {n for cb in before('a user callback after the batch', ends_batch) for n in names_in(cb.after_batch, type(cb))}
+    # a batch cut short is unheard by the recorder
+    late = self.late or before('cuts a batch short', cuts_short) or sees_metrics(names)
     early = [m for m in mets if not (late or names and may_see(m, names))]
     sums = [m for m in early if is_sum(m)]
     lists = [m for m in early if lists_of(m)]

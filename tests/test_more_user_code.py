@@ -140,3 +140,27 @@ def test_only_a_metric_that_may_read_it_is_computed_after_the_step():
     learn = Learner(data(), mlp(), loss_func=MSELossFlat(), metrics=[mse, lambda p,t: (p-t).abs().max()], cbs=Sets()).to_xla()
     with learn.no_bar(), learn.no_logging(): learn.fit(3, 1e-2)
     assert not any('metrics' in why for why in learn.xla_report().beside)
+
+def reads_smooth_loss(cb): return cb.learn.recorder.smooth_loss.value
+def reads_the_metrics(cb): return first(cb.learn.metrics).value
+
+@pytest.mark.parametrize('own_code', [False, True])
+@pytest.mark.parametrize('read', [reads_smooth_loss, reads_the_metrics])
+def test_what_the_recorder_has_so_far_is_read_before_it_looks(read, own_code):
+    res = []
+    for replay in (None, False, 'auto'):
+        torch.manual_seed(0)
+        random.seed(0)
+        seen = []
+        def after_batch(cb):
+            v = read(cb)
+            seen.append(0. if v is None else float(v))
+            if cb.training and seen[-1] > 0: cb.opt.set_hyper('lr', .01*seen[-1])
+        learn = Learner(data(), mlp(), loss_func=MSELossFlat(), metrics=mse)
+        learn.recorder.train_metrics = True
+        if replay is not None: learn.to_xla(replay=replay)
+        events = dict(after_batch=after_batch) | (dict(after_loss=lambda cb: None) if own_code else {})
+        with learn.no_bar(), learn.no_logging(): learn.fit(3, 1e-2, cbs=type('Cb', (Callback,), events)())
+        res.append([v for v in seen if v == v])   # the first is a NaN of fastai's
+    assert len(set(res[0])) > 20
+    for r in res[1:]: test_close(r, res[0], eps=1e-4)

@@ -221,6 +221,38 @@ def what_is_asked_twice_is_the_same():
         if p.grad is not g: p.grad = g*100
     return hooked(after_backward=after_backward)
 
+def sequence(weights, n=6):
+    "Layers of a library whose weights a user's code has computed; after `n` steps they are given something else"
+    def f(m, x):
+        if m.training: m.n = getattr(m, 'n', 0) + 1
+        return weights(m, x.flip(1) if getattr(m, 'n', 0) > n else x)
+    return dict(model=lambda: Net(f, more=nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 1))))
+
+@follows
+def layers_whose_weight_is_set():
+    def weights(m, x):
+        if not hasattr(m, 'raw'):
+            m.raw = nn.Parameter(m.more[0].weight.data.clone())
+            del m.more[0]._parameters['weight']
+        m.more[0].weight = m.raw*2
+        return m.more(x)
+    def model():
+        m = sequence(weights)['model']()
+        m(torch.zeros(1, 6))
+        return m
+    return dict(model=model)
+
+@follows
+def a_teacher_of_the_same_weights():
+    def weights(m, x):
+        with torch.no_grad(): teacher = torch.func.functional_call(m.more, {n: p*.9 for n,p in m.more.named_parameters()}, (x,))
+        return m.b(x) + .3*teacher
+    return sequence(weights)
+
+@follows
+def layers_of_a_hypernetwork():
+    return sequence(lambda m, x: torch.func.functional_call(m.more, {n: p*(1+x.mean()) for n,p in m.more.named_parameters()}, (x,)))
+
 @follows
 def a_mean_of_what_the_last_step_has_left():
     "torch_xla remembers the dtype of what a traced step has made, and the graph of a mean is another one then"
@@ -256,7 +288,8 @@ def test_a_mode_around_a_fit_sees_each_operator():
         assert ns[0] == ns[1] > 0 and learn.xla_opt.replay.fit.plain[looked_at] == 12
 
 n_traced = dict(a_function_that_branches_on_a_float=10, a_margin_that_grows=1, most_batches_are_passed_over=1, a_penalty_at_times=3,
-                what_is_asked_twice_is_the_same=2, a_mean_of_what_the_last_step_has_left=2,
+                what_is_asked_twice_is_the_same=2, layers_whose_weight_is_set=2, a_teacher_of_the_same_weights=2,
+                layers_of_a_hypernetwork=2, a_mean_of_what_the_last_step_has_left=2,
                 a_part_of_a_sequence_of_layers=1, rows_of_a_list=1, a_compiled_loss=1)
 
 @pytest.mark.parametrize('name,traced', n_traced.items())

@@ -89,10 +89,12 @@ def hold(self:Guards,
     untouched:bool=False, # Is it known that nobody's code has run since the last step?
 ) -> bool:
     "Is all of it as it was?"
-    if untouched: return not self.moved and all(_shape(r) == shape for r,shape in self.own)
-    self.moved = self.reads.moved() or self._set()
-    if self.laid and any(_layout(r) != was for r,was in self.laid): return False
-    return not self.moved and all(_shape(r) == shape for r,shape in self.attrs)
+    if not untouched:
+        self.moved = self.reads.moved() or self._set()
+        if any(_layout(r) != was for r,was in self.laid): return False
+    # an attribute of a tensor of fastai's costs a call of Python otherwise
+    with torch._C.DisableTorchFunctionSubclass():
+        return not self.moved and all(_shape(r) == shape for r,shape in (self.own if untouched else self.attrs))
 
 @patch
 def alone(self:Guards) -> bool:

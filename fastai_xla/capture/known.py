@@ -116,6 +116,19 @@ def as_was(self:KnownModule,
     finally:
         for d,v in now: d.update(v)
 
+@patch
+@contextmanager
+def with_tensors(self:KnownModule,
+    tensors:list, # As of `tensors`
+):
+    "Within the block the module has these"
+    swaps = [(d, k, d[k], t) for (d,k),t in zip(self.places, tensors) if d[k] is not t]
+    for d,k,_,t in swaps: d[k] = t
+    try: yield
+    finally:
+        for d,k,was,t in swaps:
+            if d[k] is t: d[k] = was
+
 # %% ../../nbs/api/05j_capture.known.ipynb #f1414961
 def _keeps(v):
     "May what a module holds have tensors of its own, as a hook has the activations that it stores?"

@@ -167,14 +167,23 @@ def _recording(f, decides):
         return (t._tape.guard if decides else t._tape.op)(_by_name(f, tuple(kwargs)), *args, *kwargs.values())
     return g
 
+_orig = {n: getattr(math, n) for n in (*_math, *_decide) if hasattr(math, n)}
+_new = {n: _recording(f, n in _decide) for n,f in _orig.items()}
+_imports = {}   # name of a module -> its variables, how many they are, and which of them are functions of `math`
+
+def _imported(name, d):
+    "Names among the variables of a module that are functions of `math`"
+    was = _imports.get(name)
+    if was and was[0] is d and was[1] == len(d) and name != '__main__': return was[2]   # to look into some thousand takes time
+    _imports[name] = res = d,len(d),[n for n in d.keys() & _orig if d[n] is _orig[n]]
+    return res[2]
+
 @contextmanager
 def recorded_math():
     "Within the block, functions of `math` record what they do to tracked numbers, also where a module has imported them by name"
-    orig = {n: getattr(math, n) for n in (*_math, *_decide) if hasattr(math, n)}
-    new = {n: _recording(f, n in _decide) for n,f in orig.items()}
-    spaces = [vars(m) for m in list(sys.modules.values()) if isinstance(m, ModuleType)]
-    places = [(d, n) for d in spaces for n in d.keys() & orig if d[n] is orig[n]]
-    for d,n in places: d[n] = new[n]
+    spaces = [(name, vars(m)) for name,m in list(sys.modules.items()) if isinstance(m, ModuleType)]
+    places = [(d, n) for name,d in spaces for n in _imported(name, d)]
+    for d,n in places: d[n] = _new[n]
     try: yield
     finally:
-        for d,n in places: d[n] = orig[n]
+        for d,n in places: d[n] = _orig[n]

@@ -75,7 +75,7 @@ def keeps_metrics(
     rec:Recorder, # Of a learner
 ) -> bool:
     "Does it compute its metrics where fastai's does? Not where a package has put methods of its own in the place of fastai's"
-    return hasattr(rec, '_train_mets') and not theirs(Recorder, 'after_batch')
+    return hasattr(type(rec), '_train_mets') and not theirs(Recorder, 'after_batch')   # to get them takes time
 
 @patch
 def after_batch(self:Recorder):
