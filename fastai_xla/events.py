@@ -72,7 +72,7 @@ def sees_metrics(
     names, # In the code of an `after_batch`
 ) -> bool:
     "May it look at what the recorder's metrics have come to, as `self.recorder.smooth_loss.value`? `learn.smooth_loss` is no metric"
-    if 'smooth_loss' in names and not names.isdisjoint({'value', 'val', 'count'}): return True
+    if 'smooth_loss' in names and not names.isdisjoint({'value', 'val', 'count', 'reset'}): return True
     return not names.isdisjoint({'metrics', '_train_mets', '_valid_mets'})
 
 def may_see(

@@ -10,7 +10,8 @@ __all__ = ['Tape', 'Tracked', 'true_value', 'recorded_math']
 # %% ../../nbs/api/05a_capture.numbers.ipynb #96e3d50d
 import ctypes, math, operator, random, sys
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, lru_cache
+from itertools import chain
 from types import ModuleType
 
 from fastcore.all import *
@@ -169,20 +170,27 @@ def _recording(f, decides):
 
 _orig = {n: getattr(math, n) for n in (*_math, *_decide) if hasattr(math, n)}
 _new = {n: _recording(f, n in _decide) for n,f in _orig.items()}
-_imports = {}   # name of a module -> its variables, how many they are, and which of them are functions of `math`
 
-def _imported(name, d):
-    "Names among the variables of a module that are functions of `math`"
-    was = _imports.get(name)
-    if was and was[0] is d and was[1] == len(d) and name != '__main__': return was[2]   # to look into some thousand takes time
-    _imports[name] = res = d,len(d),[n for n in d.keys() & _orig if d[n] is _orig[n]]
-    return res[2]
+def _imported(d): return [(d, n) for n in d.keys() & _orig if d[n] is _orig[n] or d[n] is _new[n]]
+
+def _may_change(name, m):
+    "May a module get other names once it is there, as a notebook does?"
+    if name == '__main__': return True
+    file = getattr(m, '__file__', None)
+    return bool(file) and 'site-packages' not in file and name.partition('.')[0] not in sys.stdlib_module_names
+
+@lru_cache(1)
+def _modules(n):
+    "Of `n` modules: where the installed ones have functions of `math`, and the variables of others"
+    ms = [(name, m) for name,m in list(sys.modules.items()) if isinstance(m, ModuleType)]
+    users = [vars(m) for name,m in ms if _may_change(name, m)]
+    return [o for name,m in ms if not _may_change(name, m) for o in _imported(vars(m))],users
 
 @contextmanager
 def recorded_math():
     "Within the block, functions of `math` record what they do to tracked numbers, also where a module has imported them by name"
-    spaces = [(name, vars(m)) for name,m in list(sys.modules.items()) if isinstance(m, ModuleType)]
-    places = [(d, n) for name,d in spaces for n in _imported(name, d)]
+    installed,users = _modules(len(sys.modules))   # to look into some thousand takes time
+    places = [(d, n) for d,n in chain(installed, *map(_imported, users)) if d.get(n) is _orig[n]]
     for d,n in places: d[n] = _new[n]
     try: yield
     finally:
