@@ -68,6 +68,7 @@ def _may_differ(o, named):
     if isinstance(o, FunctionType): return bool(vars(o))
     return not isinstance(o, (BuiltinFunctionType, tuple, NoneType, torch.dtype, torch.device))
 
+# %% ../nbs/api/06a_events.ipynb #679e291a
 def sees_metrics(
     names, # In the code of an `after_batch`
 ) -> bool:

@@ -168,6 +168,7 @@ def _recording(f, decides):
         return (t._tape.guard if decides else t._tape.op)(_by_name(f, tuple(kwargs)), *args, *kwargs.values())
     return g
 
+# %% ../../nbs/api/05a_capture.numbers.ipynb #553c65b3
 _orig = {n: getattr(math, n) for n in (*_math, *_decide) if hasattr(math, n)}
 _new = {n: _recording(f, n in _decide) for n,f in _orig.items()}
 

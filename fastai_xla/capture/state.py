@@ -129,7 +129,8 @@ class Places:
         self._items(m.__dict__, path + '.', skip=_module_attrs | counters)
 
 # %% ../../nbs/api/05b_capture.state.ipynb #d75156b9
-set_data = torch.Tensor.data.__set__   # of a tensor and its new data, also where the tensor's class has made a property of its own of `data`
+# of a tensor and its new data, also where the tensor's class has made a property of its own of `data`
+set_data = torch.Tensor.data.__set__
 
 def put_all(
     ts:list, # XLA tensors
