@@ -32,9 +32,11 @@ def _returned(learn, now):
     "Old parameter -> the one that is in its place now; what was tied is tied again"
     old,res = learn.xla_opt.homes,{}
     known,here = set(old.values()),set(now.values())
+    together = here.isdisjoint(known)   # as after `model.cpu()` and `model.to(device)`
     for (m,n),p in old.items():
         q = now.get((m, n))
         if q is None or q in known or p in here or q.shape != p.shape: continue   # gone, tied or replaced by the user
+        if q.device == p.device and not together: continue   # replaced as well: it comes from nowhere else
         m._parameters[n] = res.setdefault(p, q)
     return res
 

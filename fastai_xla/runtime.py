@@ -292,5 +292,5 @@ def compute_apart(
 ) -> list: # `ts`
     "Compute `ts` where their graph would be taken for another one; otherwise that is left to the read"
     waiting = [t for t,p in zip(ts, _XLAC._check_tensor_need_materialization(ts)) if p]
-    if waiting and len(roots := told_apart(waiting)) > len(waiting): _XLAC._xla_sync_multi(roots, [], True, True)
+    if waiting and len(roots := told_apart(waiting)) > len(waiting): _XLAC._xla_sync_multi(roots, [], True, False)
     return ts

@@ -164,3 +164,37 @@ def test_what_the_recorder_has_so_far_is_read_before_it_looks(read, own_code):
         res.append([v for v in seen if v == v])   # the first is a NaN of fastai's
     assert len(set(res[0])) > 20
     for r in res[1:]: test_close(r, res[0], eps=1e-4)
+
+def reads_a_weight(cb): cb.read = cb.model[0].weight.detach().cpu()
+
+def test_a_weight_read_after_its_step():
+    "Its graph may have the hash of another one, and is computed apart then: not in place, as others of the step still need what it was"
+    (cpu,plain,replayed),_ = heard(dict(after_step=reads_a_weight), fits=(2,))
+    test_close(plain[0], replayed[0], eps=1e-6)
+    test_close(cpu[0], replayed[0], eps=1e-4)
+
+def test_what_is_read_before_the_rest_of_its_step():
+    m,n,w = (torch.rand(4, 4) for _ in range(3))
+    ts = [t.to(device()) for t in (m, n, w)]
+    sync()
+    for o in (0, 1):
+        (m,n,w),before = ts,ts[2]@ts[2]
+        old = w.cpu()
+        w.add_(m@n@ts[o])
+        w.cpu()
+        test_close(before.cpu(), old@old, eps=1e-5)
+        sync()
+
+@pytest.mark.parametrize('replay', [None, False, 'auto'])
+def test_a_weight_that_is_replaced_is_trained_by_none(replay):
+    "As on the CPU, where the optimizer goes on with the old one"
+    def after_batch(cb):
+        if cb.training and cb.train_iter == 3: cb.model[0].weight = nn.Parameter(cb.model[0].weight.detach().clone())
+    def after_epoch(cb): cb.learn.seen.append(float(cb.model[0].weight.detach().sum()))
+    torch.manual_seed(0)
+    learn = Learner(data(), mlp(), loss_func=MSELossFlat())
+    if replay is not None: learn.to_xla(replay=replay)
+    learn.seen = []
+    cb = type('Cb', (Callback,), dict(after_batch=after_batch, after_epoch=after_epoch))()
+    with learn.no_bar(), learn.no_logging(): learn.fit(3, 1e-2, cbs=cb)
+    assert len(set(learn.seen)) == 1
