@@ -198,3 +198,21 @@ def test_a_weight_that_is_replaced_is_trained_by_none(replay):
     cb = type('Cb', (Callback,), dict(after_batch=after_batch, after_epoch=after_epoch))()
     with learn.no_bar(), learn.no_logging(): learn.fit(3, 1e-2, cbs=cb)
     assert len(set(learn.seen)) == 1
+
+@pytest.mark.parametrize('own_code', [False, True])
+def test_the_forward_of_a_librarys_class_is_replaced(own_code, without_audits):
+    def before_batch(cb):
+        if cb.training and cb.epoch and cb.iter == 4: cb.learn.patch(nn.ReLU, 'forward', lambda self, x: F.silu(x))
+    res = []
+    for replay in (None, False, 'auto'):
+        torch.manual_seed(0)
+        random.seed(0)
+        learn = Learner(data(), nn.Sequential(mlp(), nn.Tanh()), loss_func=MSELossFlat())
+        if replay is not None: learn.to_xla(replay=replay)
+        with pytest.MonkeyPatch.context() as m, learn.no_bar(), learn.no_logging():
+            learn.patch = m.setattr
+            events = dict(before_batch=before_batch) | (dict(after_loss=lambda cb: None) if own_code else {})
+            learn.fit(3, 1e-2, cbs=type('Cb', (Callback,), events)())
+        res.append([*map(float, learn.recorder.losses)])
+    test_close(res[2], res[1], eps=1e-6)
+    test_close(res[2], res[0], eps=1e-4)

@@ -85,6 +85,7 @@ class KnownModule:
         self.others = [(d, k) for d,k,v in own if not isinstance(v, torch.Tensor) and not _all_plain(v)]
         self.others += [(m._modules, k) for m in self.ms for k in m._modules]
         self.sizes = [m.__dict__ for m in self.ms] + [m.__dict__[n] for m in self.ms for n in _tables] + _for_all
+        self.classes = set(map(type, self.ms))
         self.shape = self.shape_now()
 
     def __call__(self, *args, **kwargs): return self.module(*args, **kwargs)
@@ -94,8 +95,8 @@ class KnownModule:
         return [d[k] for d,k in self.places]
 
     def shape_now(self) -> list:
-        "Which attributes, modules and hooks there are"
-        return [*map(len, self.sizes), *(id(d[k]) for d,k in self.others)]
+        "Which attributes, modules, hooks and methods there are"
+        return [*map(len, self.sizes), *(id(d[k]) for d,k in self.others), *(id(c.forward) for c in self.classes)]
 
     def guard(self) -> list:
         "Values of the plain attributes"

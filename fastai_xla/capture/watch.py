@@ -51,6 +51,7 @@ class Watch:
         self.children = [d for m in ms for d in (m._modules, m._parameters, m._forward_hooks, m._forward_pre_hooks,
                                                  m._backward_hooks, m._backward_pre_hooks)] + _for_all
         self.params = list(dict.fromkeys(p for o in modules for p in o.parameters()))
+        self.classes = list(dict.fromkeys(map(type, ms)))   # whose `forward` may be replaced
 
     def now(self) -> tuple: # Objects, to be compared by identity, and values
         "All of it as it is now"
@@ -58,6 +59,7 @@ class Watch:
         objs,vals = [d[k] for d,k in (*self.objects, *self.host)],[_type(d[k]) for d,k in self.user]
         vals += [d[k] for d,k in self.values] + [content(d[k]) for d,k in self.host]
         for d in self.children: objs += d.values()
+        objs += [c.forward for c in self.classes]
         vals += [len(d) for d in self.dicts] + [f(d[k]) for d,k,f in self.lists]
         for p in self.params:
             vals += (p.requires_grad, p.grad is None, p.requires_grad or is_cleared(p),
