@@ -14,6 +14,7 @@ from common import *
 from test_replay import compare, n_runs, run
 from fastai_xla.all import *
 from fastai_xla.capture.reads import Reads
+from fastai_xla.capture.watch import Watch
 from fastai_xla.runtime import device
 from fastai_xla.transfer import fetch
 
@@ -92,10 +93,11 @@ def test_read(name):
     learn,_ = compare(*story(name))
     assert n_runs(learn) >= len(learn.dls.train)+len(learn.dls.valid), (n_runs(learn), learn.xla_opt.replay.reasons.why)
 
-@pytest.mark.parametrize('name', ['global_number', 'closure', 'model_settings'])   # the `forward` of a class is also looked at by `Watch`
+@pytest.mark.parametrize('name', ['global_number', 'closure', 'model_settings', 'patched'])
 def test_read_control(name, monkeypatch, without_audits):
     "Without a look at what was read the old value stays"
     monkeypatch.setattr(Reads, 'moved', lambda self: '')
+    monkeypatch.setattr(Watch, 'classes', property(lambda self: [], lambda self, classes: None), raising=False)   # looks at `forward`, too
     with pytest.raises(AssertionError): compare(*story(name))
 
 def test_audit_finds_what_is_not_looked_at(monkeypatch):
