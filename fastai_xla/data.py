@@ -9,7 +9,7 @@ __all__ = ['ahead', 'in_turn', 'RawBatch', 'in_groups', 'feedable', 'feed']
 
 # %% ../nbs/api/06_data.ipynb #04da8813
 import dis, pickle, random, sys, warnings
-from collections import deque
+from collections import defaultdict, deque
 from concurrent import futures
 from contextlib import suppress
 from contextvars import copy_context
@@ -148,7 +148,10 @@ def _glance(v):
     if isinstance(v, _numbers): return v
     if isinstance(v, torch.Tensor): return id(v),None if v.is_inference() else v._version
     if isinstance(v, np.ndarray): return id(v),v.shape,v.reshape(-1)[::max(1, v.size//64)].tobytes() if v.flags.c_contiguous else None
-    return id(v),len(v),tuple(map(id, islice(v.values() if isinstance(v, dict) else v, 64)))
+    items = list(islice(v.values() if isinstance(v, dict) else v, 64))
+    # a look at what it has not adds a 0 or an empty list, as fastai's `Numericalize` does for a word that it does not know
+    if isinstance(v, defaultdict): return id(v),tuple(id(o) for o in items if not isinstance(o, (*_numbers, list, dict)) or o)
+    return id(v),len(v),tuple(map(id, items))
 
 # %% ../nbs/api/06_data.ipynb #e03b9698
 class _Settings:

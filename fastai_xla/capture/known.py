@@ -142,6 +142,8 @@ def _is_whole(m):
         if isinstance(o, torch.jit.ScriptModule) or hasattr(o, 'step_key'): return False
         if not is_known(type(o)) or not is_known(type(o).forward): return False
         if any(o.__dict__[n] for n in _hooks): return False
+        # it may not be read at all, and as an input of the call its graph would be used
+        if not all(b is None or b.is_leaf for b in o._buffers.values()): return False
         for k,v in _own(o):
             if v.device.type != 'xla' if isinstance(v, torch.Tensor) else _keeps(v) or not is_known(v): return False
     return not any(_for_all)

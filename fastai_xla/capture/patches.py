@@ -12,6 +12,7 @@ __all__ = ['looked_at', 'active', 'log_call', 'give_up', 'set_aside', 'partial_a
 import dis, functools, sys, threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
+from itertools import pairwise
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 
 import numpy as np
@@ -84,6 +85,21 @@ def _as_they_are(ts):
     give_up(f'{user_line()} reads a value within the step')
     return log._real(ts)
 
+# %% ../../nbs/api/05m_capture.patches.ipynb #bf7a01f1
+def _copy(f):
+    "Another function that does what `f` does"
+    new = FunctionType(f.__code__, f.__globals__, f.__name__, f.__defaults__, f.__closure__)
+    new.__kwdefaults__ = f.__kwdefaults__
+    return new
+
+def _by_name(*args, **kwargs): return _instead(*args, **kwargs)   # a name of the module whose function has this code
+
+def _lead_to(ours, f):
+    "Let `f`, a function of torch's, call `ours`, wherever `f` has been bound"
+    name = f'_fastai_xla_{f.__name__}'
+    f.__globals__[name] = ours
+    f.__code__ = _by_name.__code__.replace(co_names=(name,), co_freevars=f.__code__.co_freevars)
+
 # %% ../../nbs/api/05m_capture.patches.ipynb #bf7a017c
 def _carries(a):
     "Has a tensor another one in an attribute, as what fastai's `MergeLayer` is given?"
@@ -113,35 +129,38 @@ def _new_subclass(cls, data, *args, **kwargs):   # as for a new `nn.Parameter`, 
     if not _active or not is_xla(data) or (log := active()) is None: return _make_subclass(cls, data, *args, **kwargs)
     return log_call(log, _make_subclass, (cls, data, *args), kwargs)
 
-_backward = torch.autograd.backward
-@functools.wraps(_backward)
+_backward = _copy(torch.autograd.backward)
 def _logged_backward(*args, **kwargs):
     if not _active or (log := active()) is None: return _backward(*args, **kwargs)
     return log_call(log, _backward, args, kwargs)
 
 # %% ../../nbs/api/05m_capture.patches.ipynb #da754732
-def _code_reads(code, names, whose):
+def _code_reads(code, names, whose, own):
     "What code reads beside its arguments; empty if nothing"
-    for i in dis.get_instructions(code):
+    for i,then in pairwise(dis.get_instructions(code)):
         v = names.get(i.argval, dis) if i.opname == 'LOAD_GLOBAL' else dis
         if isinstance(v, FunctionType) and not is_known(v): inner = _function_reads(v)
+        elif own and v is own: inner = '' if then.argval in _helpers(own) else f'{whose} reads an attribute of {i.argval}'
         else: inner = '' if _is_librarys(v) else f'{whose} reads {i.argval}, a global'
         if inner: return inner
-    return first(filter(None, (_code_reads(c, names, whose) for c in code.co_consts if isinstance(c, CodeType)))) or ''
+    return first(filter(None, (_code_reads(c, names, whose, own) for c in code.co_consts if isinstance(c, CodeType)))) or ''
+
+def _helpers(cls): return {k: f.__func__ for k,f in vars(cls).items() if isinstance(f, staticmethod)} if cls else {}
 
 def _is_librarys(v):
     if isinstance(v, ModuleType): return is_library_name(v.__name__)
     return isinstance(v, (type, FunctionType, BuiltinFunctionType)) and is_known(v)
 
 @functools.cache
-def _function_reads(f):
+def _function_reads(f, own=None):
     if f.__code__.co_freevars: return f'{f.__qualname__} reads {f.__code__.co_freevars[0]} of an enclosing function'
-    return _code_reads(f.__code__, f.__globals__, f.__qualname__)
+    return _code_reads(f.__code__, f.__globals__, f.__qualname__, own)
 
 @functools.cache
 def _looks_outside(cls):
     if is_known(cls): return f'{cls.__name__} runs code of the user in the backward pass'
-    return _function_reads(cls.forward) or _function_reads(cls.backward)
+    fs = cls.forward,cls.backward,*_helpers(cls).values()
+    return first(filter(None, (_function_reads(f, cls) for f in fs))) or ''
 
 # %% ../../nbs/api/05m_capture.patches.ipynb #da754734
 _steady = (T, int, float, str, type(None), torch.dtype, torch.device, torch.Size, np.generic)
@@ -156,7 +175,8 @@ def _may_change(a):
 _steps = {'max', 'min', 'int', 'round', 'abs', 'bool', 'divmod', 'math', 'np', 'numpy'}   # functions of a number that are not smooth
 def _branches(f): return any('JUMP' in i.opname and 'IF' in i.opname or i.argval in _steps for i in dis.get_instructions(f))
 
-_apply = torch.autograd.Function.__dict__['apply'].__func__
+_class_apply = torch.autograd.Function.__dict__['apply'].__func__
+_apply = _copy(_class_apply)
 def _logged_apply(cls, *args, **kwargs):
     if not _active or (log := active()) is None or not any(map(is_on_xla, args)): return _apply(cls, *args, **kwargs)
     if why := _looks_outside(cls) or first(filter(None, map(_may_change, args))): give_up(f'{why}, at {user_line()}')
@@ -212,8 +232,8 @@ def watch_calls():
     "Let calls that are no torch functions pass through a log that is at work, from now on"
     if nn.Module.__call__ is _call_module: return
     nn.Module.__init__ = _init_module
-    nn.Module.__call__,T.as_subclass,torch.autograd.backward = _call_module,_to_subclass,_logged_backward
-    torch.autograd.Function.apply,T._make_subclass = classmethod(_logged_apply),staticmethod(_new_subclass)
+    nn.Module.__call__,T.as_subclass,T._make_subclass = _call_module,_to_subclass,staticmethod(_new_subclass)
+    for f,ours in ((torch.autograd.backward, _logged_backward), (_class_apply, _logged_apply)): _lead_to(ours, f)
     torch._C.ScriptFunction.__call__,torch._C.ScriptMethod.__call__ = _call_script,_call_script_method
     torch.autograd.graph.saved_tensors_hooks.__enter__ = _saved_hooks
     before_fetch.append(_as_they_are)

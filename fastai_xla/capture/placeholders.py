@@ -98,11 +98,26 @@ def ended(self:Log):
     "A step that was traced has ended: who holds placeholders of its calls gets the values; its calls are kept, or forgotten"
     for i,c in enumerate(map(sys.getrefcount, self.miss.given)):
         if c > 3: self.renew(i, self.miss.made[i].detach())
+    if self.path: self._check_grads()
     if self.refused: return self.prune()
     if self.path:
         end = self.path[-1].end = self.path[-1].end or End()
         end.changed = [j for j,p in enumerate(pending(self.outside) if self.outside else ()) if p]
     self.fresh = list(self.path)
+
+def _wants_grad(k): return k.requires_grad if isinstance(k, torch.Tensor) else k.grad
+
+@patch
+def _check_grads(self:Log):
+    "A result that a call has left without a graph, and that has one now, got it from a call that nobody saw"
+    want,line = {},{}
+    for n in self.path:
+        new = [(n.answer.new[j], k) for j,k in enumerate(n.answer.kinds)]
+        want.update((o, _wants_grad(k)) for o,k in (*new, *n.answer.turned))
+        line.update((o, n.template.line) for o,_ in new)
+    for i,flags in enumerate(map(flags_of, self.objs)):
+        if flags and flags[0] and not want[i]:
+            return self.refuse(f"what is computed at {line[i]} is given a graph by code that is not seen there, such as an autograd function's")
 
 @patch
 def prune(self:Log):

@@ -75,7 +75,8 @@ def keeps_metrics(
     rec:Recorder, # Of a learner
 ) -> bool:
     "Does it compute its metrics where fastai's does? Not where a package has put methods of its own in the place of fastai's"
-    return hasattr(type(rec), '_train_mets') and not theirs(Recorder, 'after_batch')   # to get them takes time
+    own = Recorder.after_batch is _after_batch and not theirs(Recorder, 'after_batch')   # neither later nor before
+    return own and hasattr(type(rec), '_train_mets')   # to get them takes time
 
 @patch
 def after_batch(self:Recorder):
@@ -85,6 +86,8 @@ def after_batch(self:Recorder):
     if not is_xla(self.learn.loss): return self._under_after_batch()
     for met in _mets(self, self.training): _begin(met)
     with kept_on_device(self.learn): self._under_after_batch()
+
+_after_batch = Recorder.after_batch
 
 # %% ../../nbs/api/04b_compat.learner.ipynb #bfa7b52d
 def _warn_nan(rec, n_before):
