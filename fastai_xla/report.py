@@ -28,7 +28,7 @@ class CostLog:
 
     def start(self):
         "Begin a fit"
-        self.batches,self.steady = ({p: 0 for p in _warm_up} for _ in range(2))
+        self.batches,self.steady,self.excused = ({p: 0 for p in _warm_up} for _ in range(3))
         self.costs = {k: XLACounts() for k in (*_warm_up, *(f'steady {p}' for p in _warm_up), 'between')}
         self.compiled,self.last,self.watch = [],xla_counts(),None
         self.host,self.since = {p: deque(maxlen=128) for p in _warm_up},time.thread_time()
@@ -51,11 +51,13 @@ class CostLog:
     def batch(self,
         phase:str, # 'training' or 'validation'
         where:str, # Which batch, e.g. "epoch 0, batch 3"
-        recorded:bool=False, # Has it been traced in order to be replayed? Then it is no steady batch
+        recorded:bool=False, # Has it been traced in order to be replayed? Then it is no steady batch, unless most are
     ):
         "Add the costs since the last entry to a batch"
         self.batches[phase] += 1
-        steady = self.batches[phase] > _warm_up[phase] and not recorded
+        excused = recorded and self.excused[phase] < max(8, self.steady[phase])
+        self.excused[phase] += excused
+        steady = self.batches[phase] > _warm_up[phase] and not excused
         self.steady[phase] += steady
         spent = self._book(phase, phase, *[f'steady {phase}']*steady, where=f'{phase}, {where}')
         if steady: self.host[phase].append(spent)

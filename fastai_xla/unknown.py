@@ -153,12 +153,17 @@ def is_number(v):
     if isinstance(v, torch.Tensor): return v.dim() == 0 and v.device.type == 'cpu' and v.is_floating_point()
     return isinstance(v, (int, float)) and not isinstance(v, bool)
 
+_of_opt = 'settings','the state','what the state holds','the groups of parameters','steppers'
+
 class OptGuard:
     "What an optimizer depends on, and which parameters have been cleared (None: and filled since): that matters where there is no gradient"
     def __init__(self, params, items):
         self.items,self.cleared = items,[getattr(p, '_cleared', False) for p in params]
         self.without = [i for i,p in enumerate(params) if p.grad is None]
-    def __repr__(self): return f'{len(self.cleared)} parameters ({len(self.without)} without a gradient), their groups, settings and state'
+    def changed(self, now):
+        "In what `now` is another, as a text"
+        other = first(name for name,a,b in zip(_of_opt, self.items, now.items) if a != b)
+        return f"{other or 'which gradients have been cleared, or were never there,'} of {len(self.cleared)} parameters"
     def __eq__(self, other):   # the first is of the step that was traced
         return self.items == other.items and all(self.cleared[i] in (None, bool(other.cleared[i])) for i in self.without)
 

@@ -195,7 +195,11 @@ def test_draws_would_change(monkeypatch):
     "Were drawing items read ahead, the numbers would be others: the check is needed, and the tests see it"
     a = batches('draws', None, fastai_iter)
     monkeypatch.setattr(data, '_first', lambda dl, it, settings: (it, True))
-    assert not same(a, batches('draws', None, iter))
+    def slowly(dl):   # so that the thread is early
+        for b in dl:
+            time.sleep(.02)
+            yield b
+    assert not same(a, batches('draws', None, slowly))
 
 def test_no_grad():
     "The thread computes gradients where the training thread would"
@@ -545,6 +549,24 @@ class Hits(Scaled):
     def get(self, i):
         if i in self.cache: self.hits += 1
         return super().__getitem__(i)
+
+def test_a_vocabulary_that_is_asked_for_an_unknown_word_is_no_change():
+    "fastai's `Numericalize` looks words up in a `defaultdict`, to which a look at what it has not adds a 0"
+    texts = [['a', 'b', 'a', 'b'] for _ in range(20)] + [['a', str(i), 'b', 'a'] for i in range(20)]
+    def dl(o2i):
+        num = Numericalize(vocab=['xxunk', 'a', 'b'])
+        num.o2i = o2i(num.o2i)
+        return TfmdDL(TfmdLists(texts, num), bs=4, device=device(), num_workers=0)
+    from collections import defaultdict
+    with warnings.catch_warnings():
+        warnings.filterwarnings('error', '.*read ahead')
+        stock = dl(lambda d: d)
+        list(stock)
+    assert stock not in data._changed and len(stock.dataset.tfms[0].o2i) > 20
+    changed = dl(lambda d: defaultdict(int, d))
+    for i,_ in enumerate(changed):
+        if i == 1: changed.dataset.tfms[0].o2i['a'] = 7
+    assert changed in data._changed
 
 def test_what_a_dataset_counts_itself_is_no_change_of_the_trainings():
     dl = DataLoader(Hits(), bs=4, device=device(), num_workers=0)

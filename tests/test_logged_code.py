@@ -203,7 +203,8 @@ def optimizer_of_the_user(): return dict(opt_func=partial(OptimWrapper, opt=Own)
 
 @pytest.mark.parametrize('name', stories)
 def test_replayed_is_retraced_is_the_cpu(name):
-    learn = agree(stories[name], branches=None)
+    # the program of a batch that is not stepped has other outputs, and on some machines XLA fuses it otherwise
+    learn = agree(stories[name], branches=None, tol=1e-6 if name == 'accumulates' else 0.)
     train,report = counts(learn)[True],learn.xla_report()
     assert train['replayed'] >= 26 and not report.plain and not report.beside
     assert (report.per_batch('training')['executions'], report.per_batch('training')['compiles']) == (1, 0)

@@ -64,6 +64,40 @@ def test_batch_whose_data_cannot_be_set():
     "A trace that is given up puts back all that it has changed, the batch too"
     given_up(agree(lambda: Learner(series_dls(), Fills(), loss_func=CrossEntropyLossFlat())), 'reads a value within the step')
 
+def test_a_recorder_that_a_package_replaces_after_the_import(monkeypatch):
+    "It keeps its metrics in places of its own, as fastxtend's, and they are computed after the step"
+    def before_fit(self): self.losses,self.values,self.lrs,self.iters,self.own = [],[],[],[],[]
+    def after_batch(self):
+        if self.training: self.losses.append(self.learn.loss.detach().clone())
+        self.own.append(self.learn.loss.detach().clone())
+    def nothing(self): pass
+    monkeypatch.delattr(Recorder, '_train_mets')
+    for f in (before_fit, after_batch): monkeypatch.setattr(Recorder, f.__name__, f)
+    for n in ('before_train', 'before_validate', 'after_train', 'after_validate', 'before_epoch', 'after_epoch', 'after_cancel_train',
+              'after_cancel_validate', 'after_fit'): monkeypatch.setattr(Recorder, n, nothing)
+    agree(lambda: Learner(series_dls(), nn.Sequential(nn.Flatten(), NoNaN(), nn.Linear(48, 3)), loss_func=CrossEntropyLossFlat()))
+
+class NoNaN(nn.Module):
+    def forward(self, x): return torch.nan_to_num(x.as_subclass(torch.Tensor))
+
+class Keeps(Callback):
+    "The weights that a pruner may go back to, with the graph that `clone` gives them"
+    def before_fit(self):
+        for m in self.model.modules():
+            if isinstance(m, nn.Linear): m.register_buffer('_init_weights', m.weight.clone())
+    def after_step(self):
+        for m in self.model.modules():
+            if isinstance(m, nn.Linear): m.weight.data.mul_(.99)
+
+def test_a_buffer_with_a_graph_that_nobody_reads_does_not_stop_the_replay():
+    g = torch.Generator().manual_seed(0)
+    x,y = torch.randn(58, 4, generator=g),torch.randn(58, 3, generator=g)
+    def make():
+        dls = DataLoaders.from_dsets(list(zip(x[:48], y[:48])), list(zip(x[48:], y[48:])), bs=8, num_workers=0)
+        return Learner(dls, nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)), loss_func=MSELossFlat(), cbs=Keeps())
+    learn = agree(make)
+    assert not learn.xla_opt.replay.fit.plain and learn.xla_opt.replay.by_log.fit.counts[True]['replayed'] > 8
+
 class Tells(TfmdDL):
     "A `DataLoader` that tells which items its last batch is made of"
     def create_batch(self, b):

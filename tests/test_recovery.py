@@ -158,22 +158,35 @@ class Raises(Callback):
             self.on = False
             raise ZeroDivisionError('the first error')
 
-class FailsToo(Callback):
-    "Raises while the learner recovers from another error"
-    def after_cancel_fit(self): raise ValueError('a second error')
+class Heard(Callback):
+    "fastai tells nobody of an error"
+    def __init__(self): self.events = []
+    def after_cancel_fit(self): self.events.append('after_cancel_fit')
 
 @pytest.mark.parametrize('xla', [{}, dict(steps_per_execution=2), dict(replay=False)], ids=['recorded', 'grouped', 'retraced'])
 @pytest.mark.parametrize('event,batch,training', [('after_loss', 0, True), ('before_batch', 3, True), ('after_pred', 1, False)])
 def test_the_first_error_is_the_users_and_the_next_fit_goes_on(event, batch, training, xla):
     def run(xla=None):
-        learn = small(xla, cbs=[Raises(event, batch, training), FailsToo()])
+        learn = small(xla, cbs=[Raises(event, batch, training), heard := Heard()])
         with learn.no_logging():
             with pytest.raises(ZeroDivisionError, match='the first error'): learn.fit(1, 1e-2)
             learn.fit(1, 1e-2)
+        assert not heard.events
         return learn
     expected,got = run(),run(xla)
     assert_same(weights(got), weights(expected), 1e-4)
     assert_same([tensor(got.recorder.values)], [tensor(expected.recorder.values)], 1e-4)
+
+@pytest.mark.parametrize('xla', [{}, dict(replay=False)], ids=['recorded', 'retraced'])
+def test_gradients_that_have_accumulated_before_an_error_are_there_in_the_next_fit(xla):
+    def run(xla=None):
+        learn = small(xla, cbs=[Raises('after_batch', 2), GradientAccumulation(1000)])
+        with learn.no_logging(), learn.no_bar():
+            with pytest.raises(ZeroDivisionError): learn.fit(1, 1e-2)
+        return [p.grad.detach().cpu().clone() for p in learn.model.parameters()]
+    expected = run()
+    assert all(g.abs().sum() > 0 for g in expected)
+    assert_same(run(xla), expected, 1e-4)
 
 class Once(Callback):
     "Interrupts one step, and never again"

@@ -196,8 +196,13 @@ def _difference(self:Log, f, key):
     was = first((v, self.nums[i]) for i,v in n.bad if self.nums[i] != v)
     return f'{here} has another number: {was[0]} -> {was[1]}' if was else here
 
+_said = dict(origin='one that comes as number', grad='requires a gradient', no_grad='has no gradient', alone='a leaf without hooks')
+
 def _changed(was, now):
     "The first items that differ, as a text"
+    if isinstance(was, Outside) and isinstance(now, Outside):
+        return first(f'{was}, {_said.get(k, k)}: {a} -> {b}' for k,a,b in zip(Outside._fields, was, now) if a != b) or ''
+    if hasattr(was, 'changed') and type(was) is type(now): return was.changed(now)
     if isinstance(was, (list, tuple)) and isinstance(now, (list, tuple)) and len(was) == len(now):
         return first(_changed(a, b) for a,b in zip(was, now) if a != b) or ''
     if isinstance(was, list) and isinstance(now, list): return f'{len(was)} things -> {len(now)} things'
