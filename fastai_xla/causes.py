@@ -161,7 +161,7 @@ def _name_of(spec, old, names):
 
 def _counts(op, other):
     "Can `op`, which `other` lacks, make a graph another? Not a bare alias, nor a view that is taken once more because its base was updated"
-    if op.name in ('aten.detach_copy', 'aten.alias_copy', 'aten.lift_fresh'): return False
+    if op.name in ('aten.detach_copy', 'aten.alias_copy', 'aten.lift_fresh') or op.name.endswith('_copy') and not op.site.user: return False
     return not (op.name.endswith('_copy') and (*op.key[:2], 0) in other)
 
 def _changed(a, b, names):

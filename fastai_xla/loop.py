@@ -16,9 +16,10 @@ from fastcore.all import *
 from fastai.callback.core import *
 from fastai.callback.fp16 import MixedPrecision
 from fastai.data.core import TfmdDL
-from fastai.learner import Learner, CastToTensor
+from fastai.learner import Learner, CastToTensor, Recorder
 
-from .compat.learner import no_inference_mode
+from .compat.learner import keeps_metrics, no_inference_mode
+from .compat.metrics import on_host
 from .compat.mixup import mixes
 from .compat.optimizer import zeros_shown
 from .data import RawBatch, feed, feedable, in_groups, in_turn
@@ -162,10 +163,14 @@ def _says_grad(f):
 def _class_reads_grads(cls): return any(_says_grad(f) for c in cls.__mro__ for f in vars(c).values())
 def _reads_grads(cb): return _class_reads_grads(type(cb)) or any(map(_says_grad, vars(cb).values()))
 
+def _others(learn): return getattr(learn.__dict__.get('replayed'), 'others', ())
+
 def _is_around(r, cb, event_name):
-    "Does a callback of the user's act outside of the step?"
+    "Does a callback that is not fastai's act outside of the step?"
     if r is None or event_name not in outside_step: return False
     logged = event_name == 'before_batch' and r.by_log and r.by_log.serves()
+    # of another package, or with metrics that are computed after the step; of those on the host it is known what they read
+    if isinstance(cb, Recorder): return not keeps_metrics(cb) or any(m not in on_host for m in _others(r.learn))
     return not logged and cb in r.step.acting('a user callback', is_user_callback)
 
 @patch(stands_in=True)

@@ -5,6 +5,7 @@ import pytest, torch
 from fastai.vision.all import *
 from fastai_xla.all import *
 from fastai_xla.op_watch import OpWatch
+from fastai_xla.report import CostLog
 from fastai_xla.explain import XLAReportCallback
 from common import *
 from planted import *
@@ -197,3 +198,36 @@ def test_a_value_read_around_the_step_is_told_with_its_line(cb):
     call = f"torch.Tensor.{'item' if cb is ReadsAfter else 'cpu'} at test_report.py, line {f.__code__.co_firstlineno}, in {cb.__name__}."
     (what,n), = learn.xla_report().reads.items()
     assert call in what and n >= 40 and f'{n} batches read a value around the step: {what}' in repr(learn.xla_report())
+
+class Reads(AccumMetric):
+    "A metric that reads in each batch, as one that combines others"
+    def __init__(self): self.seen = []
+    def reset(self): self.seen = []
+    def accumulate(self, learn): self.seen.append(learn.pred.max().item())   # read by a metric
+    @property
+    def value(self): return max(self.seen)
+    @property
+    def name(self): return 'reads'
+
+class Scale(nn.Module):
+    "A layer of the user's, which is logged"
+    def forward(self, x): return x*2
+
+def test_a_metric_that_reads_is_told_with_its_line_and_no_view_is_taken_for_a_cause():
+    items = list(zip(torch.randn(64, 3), torch.randn(64, 6)))
+    dls = DataLoaders.from_dsets(items[:48], items[48:], bs=4, num_workers=0)
+    learn = Learner(dls, nn.Sequential(nn.Linear(3, 6), Scale()), loss_func=nn.MSELoss(), metrics=Reads()).to_xla()
+    with learn.no_bar(), learn.no_logging(): learn.fit(3, 1e-2)
+    report = learn.xla_report(causes=True)
+    (what,n), = report.reads.items()
+    assert f'torch.Tensor.item at test_report.py, line {Reads.accumulate.__code__.co_firstlineno}, in Recorder.after_batch' in what and n >= 12
+    assert set(report.watch.table.cause) <= {'transfer'}, report.watch.table.to_dict('records')
+
+def test_batches_that_are_nearly_all_recorded_anew_are_steady_ones():
+    "Else what each of them costs would be in no table"
+    log = CostLog()
+    for i in range(40): log.batch('training', f'batch {i}', recorded=True)
+    assert log.n_steady('training') == 20
+    log = CostLog()
+    for i in range(40): log.batch('training', f'batch {i}', recorded=i in (0, 1, 2, 4, 8, 16, 32))
+    assert log.n_steady('training') == 33
