@@ -51,11 +51,11 @@ class CostLog:
     def batch(self,
         phase:str, # 'training' or 'validation'
         where:str, # Which batch, e.g. "epoch 0, batch 3"
-        recorded:bool=False, # Has it been traced in order to be replayed? Then it is no steady batch, unless most are
+        recorded:bool=False, # Has it been traced in order to be replayed? Then it is no steady batch, unless nearly all are
     ):
         "Add the costs since the last entry to a batch"
         self.batches[phase] += 1
-        excused = recorded and self.excused[phase] < max(8, self.steady[phase])
+        excused = recorded and self.excused[phase] < max(24, 4*self.steady[phase])
         self.excused[phase] += excused
         steady = self.batches[phase] > _warm_up[phase] and not excused
         self.steady[phase] += steady

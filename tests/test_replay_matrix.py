@@ -52,20 +52,19 @@ def left_behind(learn):
         smooth=rec.smooth_loss.val if hasattr(rec, 'smooth_loss') else None,
         hps=getattr(learn, 'hps', getattr(rec, 'hps', None)), rng=rng_state(), host=_host_rng())))
 
-def _same(a, b):
+def _same(a, b, tol=0.):
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-        return (a.dtype == b.dtype and a.shape == b.shape
-                and torch.equal(torch.nan_to_num(a), torch.nan_to_num(b)) and torch.equal(a.isnan(), b.isnan()))
+        return (a.dtype == b.dtype and a.shape == b.shape and torch.allclose(a, b, rtol=0, atol=tol, equal_nan=True))
     return type(a) == type(b) and (a == b or a != a and b != b)
 
 def _difference(a, b):
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and a.shape == b.shape: return (a-b).abs().max()
     return a,b
 
-def differences(a, b):
+def differences(a, b, tol=0.):
     "What of `a` is otherwise in `b`, by name"
     return ([f'{k}: only in one' for k in {*a} ^ {*b}]
-            + [f'{k}: {_difference(a[k], b[k])}' for k in a if k in b and not _same(a[k], b[k])])
+            + [f'{k}: {_difference(a[k], b[k])}' for k in a if k in b and not _same(a[k], b[k], tol)])
 
 def run(make, fit, replay):
     set_seed(0)
@@ -76,11 +75,11 @@ def run(make, fit, replay):
         fit(learn)
     return learn
 
-def compare(make, fit):
+def compare(make, fit, tol=0.):
     "The same story with plain and with replayed steps, from the same seeds; the learner that replayed"
     plain = left_behind(run(make, fit, False))
     learn = run(make, fit, True)
-    diff = differences(plain, left_behind(learn))
+    diff = differences(plain, left_behind(learn), tol)
     assert not diff, f'{len(diff)} of {len(plain)} differ: {diff[:8]}'
     return learn
 
@@ -188,7 +187,8 @@ def combination(model, opt):
         learn.recorder.train_metrics = extra == 'metrics'
         return learn
     def fit(learn): learn.fit_one_cycle(2, 1e-2)
-    learn = compare(make, fit)
+    # a program without an update has other outputs, and on some machines XLA fuses it otherwise
+    learn = compare(make, fit, tol=1e-6 if extra == 'accumulate' else 0.)
     return learn,2*(len(learn.dls.train)+len(learn.dls.valid))
 
 # Each model, each optimizer, each extra

@@ -216,8 +216,10 @@ def test_replayed(case):
     if case == 'accumulated':   # two graphs, with and without a step, which alternate
         costs = costs[2:]
     assert len(costs) >= 10 and not breaches(costs), breaches(costs)
-    assert len(plain) == len(replayed) and all(torch.equal(x, y) for x,y in zip(plain, replayed))
-    assert [float(l) for l in a.recorder.losses] == [float(l) for l in b.recorder.losses]
+    # a program without an update has other outputs, and on some machines XLA fuses it otherwise
+    tol = 1e-6 if case == 'accumulated' else 0.
+    assert all(torch.allclose(x, y, rtol=tol, atol=tol) for x,y in zip(plain, replayed, strict=True))
+    assert torch.allclose(fetch(torch.stack(a.recorder.losses)), fetch(torch.stack(b.recorder.losses)), rtol=tol, atol=tol)
     if case != 'wrapped':
         rec = b.xla_opt.replay
         assert not rec.reasons.why and sum(r.runs for rs in rec.kinds.recs.values() for r in rs) == 3*12   # every batch

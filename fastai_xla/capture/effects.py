@@ -8,7 +8,7 @@ Docs: https://fastai-xla.github.io/fastai_xla/api/capture.effects.html.md"""
 __all__ = ['is_library', 'no_effects', 'rewrites', 'names_in']
 
 # %% ../../nbs/api/05d_capture.effects.ipynb #d28fd169
-import dis, functools, gc, sys
+import dis, functools, gc, importlib, sys
 from collections import deque
 from contextlib import contextmanager
 from itertools import chain
@@ -73,6 +73,7 @@ def _effect_of_code(frame):
     return ''
 
 _call = nn.Module._call_impl.__code__   # runs whenever a module is called
+_import = importlib._bootstrap._find_and_load.__code__   # whenever one is imported that was not
 
 # %% ../../nbs/api/05d_capture.effects.ipynb #9d8a95ec
 @contextmanager
@@ -80,7 +81,7 @@ def no_effects(
     reads=None, # Shown the frames of the user's functions, and at the end what has been made meanwhile
 ):
     "Refuse a block in which the user's own code does more than compute and set attributes"
-    found,seen = [],set()
+    found,seen,imports = [],set(),[]
     def where(frame):
         code = frame.f_code
         o = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
@@ -92,7 +93,11 @@ def no_effects(
         raise Refused(found[0])   # before it happens
     def watch(frame, event, arg):
         if found: return
+        if imports:   # what an import does, it does once, however often the step is run
+            if event == 'return' and frame is imports[0]: imports.clear()
+            return
         if event == 'call':
+            if frame.f_code is _import: return imports.append(frame)
             if frame.f_code is _call: reads and reads.called(frame.f_locals['self'])
             if _is_user(frame):
                 if frame.f_code not in seen: note(frame, _effect_of_code(frame))

@@ -232,6 +232,7 @@ def run(self:Program,
     self.numbers.count()
     self.runs += 1
     res = {o: (pool[r], None if g is None else pool[g]) for o,(r,g) in plan.results.items()}
+    res |= {o: (outside[j].detach(), None) for o,j in self.left.aliases.items()}
     return res | {o: (tied(pool[p], i, calls, o, res[o][0], nums, hosts), res[o][1]) for p,i,calls,o in plan.tied}
 
 # %% ../../nbs/api/05n_capture.program.ipynb #5a0d17a2

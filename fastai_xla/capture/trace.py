@@ -157,6 +157,8 @@ class Given:
 
 # %% ../../nbs/api/05ma_capture.trace.ipynb #ac58e348
 _parts = "a result that is held shares memory with others in a way that is not known"
+def _memory(t): return t.untyped_storage()._cdata
+def _as_laid(a, b): return all(f(a) == f(b) for f in (T.size, T.stride, T.storage_offset)) and a.dtype == b.dtype and not a.requires_grad
 def _has_grad(t): return (f := flags_of(t)) and (f[1] or t.retains_grad) and t.grad is not None
 
 class StepLeft:
@@ -166,9 +168,11 @@ class StepLeft:
         self.grads = [(j, None if t.grad is None else root(t.grad)) for j,t,g,_ in given.leaves if t.grad is not g]
         self.replaced = [(d, k, root(t)) for d,k,t,_ in replaced]
         self.flags = [(j, t.requires_grad) for j,t,_,r in given.leaves if t.requires_grad != r]
+        changed = {_memory(env[-1-j]): j for (kind,j),_ in self.updated if kind == 'outside'}
+        self.aliases = {o: changed[_memory(env[o])] for o in sorted(escaped) if _memory(env[o]) in changed}
+        if not all(_as_laid(env[o], env[-1-j]) for o,j in self.aliases.items()): raise Refused(aliased)
+        escaped = escaped - self.aliases.keys()
         self.escapes = {o: root(env[o]) for o in sorted(escaped)}
-        changed = {env[-1-j].untyped_storage()._cdata for (kind,j),_ in self.updated if kind == 'outside'}
-        if any(env[o].untyped_storage()._cdata in changed for o in escaped): raise Refused(aliased)
         self.held_grads = {o: root(env[o].grad) for o in sorted(escaped) if _has_grad(env[o])}
         self.ties = {o: v for o,v in ties(path, env, escaped).items() if v[0] is None or v[0] < 0 or root(env[v[0]]) != self.escapes[o]}
         if any(i is None for i,_ in self.ties.values()): raise Refused(_parts)
