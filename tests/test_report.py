@@ -220,7 +220,8 @@ def test_a_metric_that_reads_is_told_with_its_line_and_no_view_is_taken_for_a_ca
     with learn.no_bar(), learn.no_logging(): learn.fit(3, 1e-2)
     report = learn.xla_report(causes=True)
     (what,n), = report.reads.items()
-    assert f'torch.Tensor.item at test_report.py, line {Reads.accumulate.__code__.co_firstlineno}, in Recorder.after_batch' in what and n >= 12
+    line = Reads.accumulate.__code__.co_firstlineno
+    assert f'torch.Tensor.item at test_report.py, line {line}, in Recorder.after_batch' in what and n >= 12
     assert set(report.watch.table.cause) <= {'transfer'}, report.watch.table.to_dict('records')
 
 def test_batches_that_are_nearly_all_recorded_anew_are_steady_ones():

@@ -117,7 +117,8 @@ def _check_grads(self:Log):
         line.update((o, n.template.line) for o,_ in new)
     for i,flags in enumerate(map(flags_of, self.objs)):
         if flags and flags[0] and not want[i]:
-            return self.refuse(f"what is computed at {line[i]} is given a graph by code that is not seen there, such as an autograd function's")
+            return self.refuse(f"what is computed at {line[i]} is given a graph by code that is not seen there, "
+                               "such as an autograd function's")
 
 @patch
 def prune(self:Log):
