@@ -200,16 +200,14 @@ def fit(self:Learner, n_epoch, lr=None, wd=None, cbs=None, reset_opt=False, star
 # %% ../nbs/api/07_learner.ipynb #7b0cd9d0
 def _recover(learn):
     "Leave the learner ready for another fit. What fails here must not hide the error that came first"
-    for cb in ordered(learn):
-        if not type(cb).__module__.startswith(('fastai.', 'fastai_xla.')): continue   # as without XLA, a user's callbacks hear nothing
-        with suppress(Exception): cb('after_cancel_fit')
+    for cb in ordered(learn):   # a user's hear nothing, as without XLA
+        with suppress(Exception): type(cb).__module__.startswith(('fastai.', 'fastai_xla.')) and cb('after_cancel_fit')
     for cb in learn.cbs:
         if not isinstance(cb, (LRFinder, ProgressCallback, CSVLogger)): continue
         with suppress(Exception): cb.after_fit()
     torch.set_autocast_enabled('xla', False)
     with suppress(Exception): learn.xla_opt.settle()
-    for p in learn.model.parameters():
-        if p.grad is not None and is_xla(p.grad) and pending([p.grad])[0]: p.grad = None   # it cannot be computed
+    for p in [p for p in learn.model.parameters() if is_xla(p.grad) and pending([p.grad])[0]]: p.grad = None   # it cannot be computed
     if hasattr(learn, 'recorder'):
         with suppress(Exception): fetch_attrs(learn.recorder, learn.recorder.smooth_loss)
     learn._end_cleanup()

@@ -131,8 +131,7 @@ def call(self:Log,
     reads,flags = n_reads() if saw else 0,self._flags(f)
     r = self._run(f, self._real(args), self._real(kwargs))
     turns = [(o, Kind(self._object(o))) for o,flag in self._flags(f) if flag and (o, flag) not in flags]
-    leaves = pytree.tree_leaves(r)
-    there = any(map(is_on_xla, leaves))
+    there = any(map(is_on_xla, leaves := pytree.tree_leaves(r)))
     if saw and (n_reads() != reads or any(isinstance(l, T) and not is_xla(l) for l in leaves)):
         self.refuse(f"{call_name(f)} at {user_line()} {why_read(self.miss.fell)}")
         saw = False
@@ -196,12 +195,9 @@ def _difference(self:Log, f, key):
     was = first((v, self.nums[i]) for i,v in n.bad if self.nums[i] != v)
     return f'{here} has another number: {was[0]} -> {was[1]}' if was else here
 
-_said = dict(origin='one that comes as number', grad='requires a gradient', no_grad='has no gradient', alone='a leaf without hooks')
-
 def _changed(was, now):
     "The first items that differ, as a text"
-    if isinstance(was, Outside) and isinstance(now, Outside):
-        return first(f'{was}, {_said.get(k, k)}: {a} -> {b}' for k,a,b in zip(Outside._fields, was, now) if a != b) or ''
+    if type(was) is type(now) is Outside: return first(f'{k} of {was}: {a} -> {b}' for k,a,b in zip(was._fields, was, now) if a != b)
     if hasattr(was, 'changed') and type(was) is type(now): return was.changed(now)
     if isinstance(was, (list, tuple)) and isinstance(now, (list, tuple)) and len(was) == len(now):
         return first(_changed(a, b) for a,b in zip(was, now) if a != b) or ''
