@@ -174,7 +174,8 @@ def test_usable_after_exception(event, ex, tmp_path):
     learn = quiet(path=tmp_path, cbs=[MixUp(), CSVLogger()]).to_xla()
     loss = learn.loss_func
     with pytest.raises(ex), learn.no_logging(): learn.fit(1, cbs=cb)
-    assert learn.loss_func is loss and all(p.grad is None for p in learn.model.parameters())
+    # a batch that breaks off between backward and update leaves its gradients, as without XLA
+    assert learn.loss_func is loss and all((p.grad is None) == (event != 'before_step') for p in learn.model.parameters())
     assert all(not is_xla(l) for l in learn.recorder.losses)
     with learn.no_logging(): learn.fit(2)
     cost = learn.xla_report().per_batch()
