@@ -163,6 +163,7 @@ def _says_grad(f):
 def _class_reads_grads(cls): return any(_says_grad(f) for c in cls.__mro__ for f in vars(c).values())
 def _reads_grads(cb): return _class_reads_grads(type(cb)) or any(map(_says_grad, vars(cb).values()))
 
+# %% ../nbs/api/06c_loop.ipynb #5b1f09b0
 def _others(learn): return getattr(learn.__dict__.get('replayed'), 'others', ())
 
 def _is_around(r, cb, event_name):
@@ -173,6 +174,7 @@ def _is_around(r, cb, event_name):
     if isinstance(cb, Recorder): return not keeps_metrics(cb) or any(m not in on_host for m in _others(r.learn))
     return not logged and cb in r.step.acting('a user callback', is_user_callback)
 
+# %% ../nbs/api/06c_loop.ipynb #5b1f09b1
 @patch(stands_in=True)
 def __call__(self:Learner, event_name):
     "Call `event_name` for all `Callback`s in `self.cbs`"

@@ -557,13 +557,12 @@ def test_a_vocabulary_that_is_asked_for_an_unknown_word_is_no_change():
         num = Numericalize(vocab=['xxunk', 'a', 'b'])
         num.o2i = o2i(num.o2i)
         return TfmdDL(TfmdLists(texts, num), bs=4, device=device(), num_workers=0)
-    from collections import defaultdict
     with warnings.catch_warnings():
         warnings.filterwarnings('error', '.*read ahead')
         stock = dl(lambda d: d)
         list(stock)
     assert stock not in data._changed and len(stock.dataset.tfms[0].o2i) > 20
-    changed = dl(lambda d: defaultdict(int, d))
+    changed = dl(lambda d: collections.defaultdict(int, d))
     for i,_ in enumerate(changed):
         if i == 1: changed.dataset.tfms[0].o2i['a'] = 7
     assert changed in data._changed

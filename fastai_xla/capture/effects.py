@@ -72,6 +72,11 @@ def _effect_of_code(frame):
         if i.opname not in ('CACHE', 'PRECALL'): was = i
     return ''
 
+def _place(frame):
+    code = frame.f_code
+    o = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+    return f"{type(o).__name__+'.' if hasattr(type(o), code.co_name) else ''}{code.co_name} (line {frame.f_lineno})"
+
 _call = nn.Module._call_impl.__code__   # runs whenever a module is called
 _import = importlib._bootstrap._find_and_load.__code__   # whenever one is imported that was not
 
@@ -82,13 +87,9 @@ def no_effects(
 ):
     "Refuse a block in which the user's own code does more than compute and set attributes"
     found,seen,imports = [],set(),[]
-    def where(frame):
-        code = frame.f_code
-        o = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
-        return f"{type(o).__name__+'.' if hasattr(type(o), code.co_name) else ''}{code.co_name} (line {frame.f_lineno})"
     def note(frame, what):
         if not what: return
-        found.append(f"{where(frame)} {what} within the step, where nobody would see it happen again; "
+        found.append(f"{_place(frame)} {what} within the step, where nobody would see it happen again; "
                      f"in `before_batch` and `after_batch` callbacks run as Python at every batch")
         raise Refused(found[0])   # before it happens
     def watch(frame, event, arg):

@@ -105,6 +105,7 @@ def ended(self:Log):
         end.changed = [j for j,p in enumerate(pending(self.outside) if self.outside else ()) if p]
     self.fresh = list(self.path)
 
+# %% ../../nbs/api/05la_capture.placeholders.ipynb #74306d51
 def _wants_grad(k): return k.requires_grad if isinstance(k, torch.Tensor) else k.grad
 
 @patch
@@ -120,6 +121,7 @@ def _check_grads(self:Log):
             return self.refuse(f"what is computed at {line[i]} is given a graph by code that is not seen there, "
                                "such as an autograd function's")
 
+# %% ../../nbs/api/05la_capture.placeholders.ipynb #74306d52
 @patch
 def prune(self:Log):
     "Forget calls that only this step has made"
