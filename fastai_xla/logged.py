@@ -255,10 +255,10 @@ def _tell(self:Logged, why, refused):
     if not why or training in fit.off or new and not refused: return   # the first batch of its kind
     r.reasons.why[why] += 1
     if refused and not count['replayed']:
-        if count['refused'] == 2: fit.off[training],fit.found[training] = '',why   # it is recorded
+        if count['refused'] == 2 and is_read(why): self._stop(why)   # a recording would meet the same read
+        elif count['refused'] == 2: fit.off[training],fit.found[training] = '',why   # it is recorded
         return
-    if refused: plain[why] += 1
-    else: fit.again[why] += 1
+    (plain if refused else fit.again)[why] += 1
     if count['traced'] > 3:   # what is recorded again and again is a cost
         plain.update(fit.again)
         fit.again.clear()

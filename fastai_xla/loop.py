@@ -72,7 +72,8 @@ def _replaced():
 def all_batches(self:Learner):
     "Train or evaluate `self.model` on all the batches of `self.dl`"
     mode = no_inference_mode() if 'xla_opt' in self.__dict__ else nullcontext()
-    if 'xla_opt' in self.__dict__ and feedable(self.dl): (in_turn.add if reaches_items(self) else in_turn.discard)(self.dl)
+    if 'xla_opt' in self.__dict__ and feedable(self.dl):
+        (in_turn.add if reaches_items(self) or may_draw(self.dl) else in_turn.discard)(self.dl)
     with mode, set_aside('another learner runs within the step'): _all_batches(self)
 
 def _all_batches(self):
@@ -221,11 +222,18 @@ def _before_each(self:Replay, i, raws):
     return held
 
 # %% ../nbs/api/06c_loop.ipynb #a5941d58
+def _looks_at_model(cb):
+    "Does `after_batch` of a user's callback name the model, its optimizer or the loss function?"
+    f = getattr(cb, 'after_batch', None)
+    return is_user_callback(cb) and f is not None and not {'model', 'opt', 'loss_func'}.isdisjoint(names_in(f, type(cb)))
+
 @patch
 def _singly(self:Replay) -> str:
     "Why steps cannot be recorded as one; empty if they may be"
     step = self.step
     if not step.folds(): return f"{names_of(step.acting('looks at the batch', _looks))} looks at each batch before its step"
+    if cbs := step.acting('looks at the model', _looks_at_model):
+        return f"{names_of(cbs)} may look at the model or its optimizer after each of them, or change them"
     return "the step changes an object that a callback, the loss or a layer keeps" if step.held_helpers() else ''
 
 @patch

@@ -9,6 +9,7 @@ __all__ = ['MixedDevices', 'explain_mixed', 'explain_no_more']
 
 # %% ../nbs/api/06d_mixed.ipynb #d00a0003
 import re, weakref
+from functools import partial
 
 import torch
 from torch import nn
@@ -53,29 +54,33 @@ class MixedDevices(RuntimeError):
         given = any(map(_is_cpu, pytree.tree_leaves(args)))
         super().__init__(f'{self.first}\n{_given_text(module) if given else _made_text(module, self.line)}')
 
-class _Call:
+_explained = {}   # id -> weak reference to a module
+
+def _call(m, *args, **kwargs):
     "In the place of a module's `_call_impl`"
-    def __init__(self, m): self.module = weakref.ref(m)
-    def __reduce__(self): return type(None), ()   # where a module is copied by other means than its own
-    def __call__(self, *args, **kwargs):
-        m = self.module()
-        try: return m._call_impl(*args, **kwargs)
-        except RuntimeError as e:
-            if not _mixed.search(str(e)): raise
-            err = MixedDevices(m, (args, kwargs), e)
-        raise err from err.first
+    try: return m._call_impl(*args, **kwargs)
+    except RuntimeError as e:
+        if not _mixed.search(str(e)): raise
+        err = MixedDevices(m, (args, kwargs), e)
+    raise err from err.first
+
+class _Calls:
+    "In the place of `nn.Module._compiled_call_impl`, which is None for a module that is not compiled"
+    def __get__(self, m, cls):
+        known = _explained.get(id(m))
+        return partial(_call, m) if known and known() is m else None
 
 # %% ../nbs/api/06d_mixed.ipynb #d00a0008
 def explain_mixed(
     module:nn.Module, # Model or loss on an XLA device
 ):
     "Let `module` and those in it name a tensor on the CPU that they meet"
-    for m in module.modules():
-        if m._compiled_call_impl is None: m.__dict__['_compiled_call_impl'] = _Call(m)
+    for m in module.modules(): _explained[id(m)] = weakref.ref(m, lambda _, i=id(m): _explained.pop(i, None))
+    nn.Module._compiled_call_impl = _Calls()
 
 def explain_no_more(
     module:nn.Module, # Any module
 ):
     "Undo `explain_mixed`"
-    for m in module.modules():
-        if isinstance(m._compiled_call_impl, _Call): del m.__dict__['_compiled_call_impl']
+    for m in module.modules(): _explained.pop(id(m), None)
+    if not _explained: nn.Module._compiled_call_impl = None

@@ -631,3 +631,29 @@ def test_items_that_a_callback_changes_from_batch_to_batch(make):
         return [*map(float, learn.recorder.losses), *learn.model.weight.detach().cpu()[0].tolist()]
     cpu = fit(None)
     for replay in (False, 'auto'): test_close(fit(replay), cpu, eps=1e-4)
+
+class DrawsInSome:
+    "Draws only in later batches of a pass"
+    def __len__(self): return 32
+    def __getitem__(self, i):
+        noise = torch.randn(2) if i%12 == 11 else 0
+        return torch.full((2,), i/32.)+noise,torch.rand(1) if i == 30 else torch.ones(1)
+
+class DrawsInSteps(Callback):
+    def __init__(self): self.drawn = []
+    def after_batch(self): self.drawn.append(float(torch.rand(())))
+
+def test_dataset_that_draws_only_in_some_batches():
+    def trained(xla):
+        dls = DataLoaders(*(TfmdDL(DrawsInSome(), bs=4, num_workers=0) for _ in range(2)))
+        torch.manual_seed(1)
+        cb = DrawsInSteps()
+        learn = Learner(dls, nn.Linear(2, 1), loss_func=nn.MSELoss(), opt_func=SGD, cbs=cb)
+        if xla: learn.to_xla()
+        with learn.no_bar(), learn.no_logging(): learn.fit(2, .1)
+        return cb.drawn,fetch(learn.model.state_dict()),learn.recorder.losses
+    right = trained(False)
+    drawn,weights,losses = trained(True)
+    assert drawn == right[0]
+    for a,b in zip(weights.values(), right[1].values()): torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    test_close(losses, right[2], 1e-5)

@@ -5,6 +5,7 @@ from fastai.vision.all import *
 from fastai.callback.hook import ActivationStats
 from fastai.callback.training import ShortEpochCallback
 from fastai_xla.all import *
+from fastai_xla.transfer import fetch
 from common import *
 
 def fitted(xla, dls, n=2, **kwargs):
@@ -119,3 +120,20 @@ def test_an_attribute_that_may_not_be_there_yet_is_no_computed_name():
         with l.no_logging(): l.fit(2, 1e-3)
     test_close(xla.clips.norm.cpu(), cpu.clips.norm, 1e-4)
     assert xla.xla_report().per_batch('training')['executions'] < .5
+
+class Averages(Callback):
+    "The weights after each batch"
+    def before_fit(self): self.ema = [p.detach().clone() for p in self.model.parameters()]
+    def after_batch(self):
+        if self.training: torch._foreach_lerp_(self.ema, [p.detach() for p in self.model.parameters()], .5)
+
+def test_a_callback_that_looks_at_the_weights_sees_those_of_each_step():
+    def averages(k):
+        set_seed(0)
+        dls,model = image_dls(n=16*4, bs=4, shuffle=False),nn.Sequential(Flatten(), nn.Linear(64, 4))
+        learn = Learner(dls, model, CrossEntropyLossFlat(), cbs=Averages())
+        if k: learn.to_xla(steps_per_execution=k)
+        with learn.no_bar(), learn.no_logging(): learn.fit(1, .1)
+        return fetch(learn.averages.ema)
+    with pytest.warns(UserWarning, match='Averages may look at the model or its optimizer after each of them'): now = averages(4)
+    for a,b in zip(now, averages(0)): test_close(a, b, 1e-5)

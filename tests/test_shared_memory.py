@@ -109,6 +109,14 @@ def a_view_from_before_the_fit_that_no_step_is_given():
         if cb.training and cb.iter%5 == 2: cb.learn.seen.append(cb.row[0].sum())
     return hooked(before_fit=before_fit, after_loss=after_loss, after_step=after_step, after_batch=after_batch) | dict(see=lambda l: l.seen)
 
+@story
+def places_that_share_a_number():
+    def change(cb, k):
+        k[0][0].expand(3, -1).zero_()
+        k[0].unfold(1, 3, 2)[2:,1].masked_fill_(k[0].unfold(1, 3, 2)[2:,0] > 0, .5)
+        k[0].unfold(1, 5, 5).mul_(2)
+    return memory(lambda cb: [bank(cb)], change)
+
 class FlatBuffer(Callback):
     "Parameters as views of one buffer, as for one fused update"
     def before_fit(self):
@@ -129,6 +137,15 @@ def test_as_on_the_cpu(name):
         for k in want:
             for x,y in zip(leaves(want[k]), leaves(b[k]), strict=True):
                 torch.testing.assert_close(torch.as_tensor(x), torch.as_tensor(y), rtol=tol, atol=tol, msg=lambda m: f'{k}: {m}')
+
+def test_a_kept_view_of_shared_numbers_is_not_filled_beside_its_base():
+    def make(cb):
+        b = bank(cb)
+        return [b, b[0].expand(3, -1)]
+    def fill(cb, k): k[1].zero_()
+    run(lambda: memory(lambda cb: make(cb)[1:], lambda cb, k: k[0].zero_()), 'auto')   # without it there is nothing to share with
+    run(lambda: memory(make, fill), False)
+    with pytest.raises(RuntimeError, match='of which tensor it is a view is not known'): run(lambda: memory(make, fill), 'auto')
 
 class HoldsStatistics(Callback):
     "Holds a part of a running mean for the whole fit, looks at it, and at the mean, at each epoch's end"

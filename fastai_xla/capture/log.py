@@ -69,7 +69,7 @@ def __torch_function__(self:Log, f, types, args=(), kwargs=None):
             if (n.f is f or n.wrapper and n.f == f) and n.keys == keys and n.held is not None:
                 if self.is_wanted(n, (*args, *kwargs.values()) if keys else args): return self._answer(n)
                 self.undo(n.template.at)
-    if is_question(f): return self._question(f, args, kwargs)
+    if is_question(f) or f == get_version and self.at.get(id(args[0]), -1) < 0: return self._question(f, args, kwargs)
     return self._special(f, args, kwargs or {})
 
 # %% ../../nbs/api/05l_capture.log.ipynb #87dd1c88

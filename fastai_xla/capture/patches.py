@@ -135,15 +135,15 @@ def _logged_backward(*args, **kwargs):
     return log_call(log, _backward, args, kwargs)
 
 # %% ../../nbs/api/05m_capture.patches.ipynb #da754732
-def _code_reads(code, names, whose, own):
+def _code_reads(code, names, whose, own, seen):
     "What code reads beside its arguments; empty if nothing"
     for i,then in pairwise(dis.get_instructions(code)):
         v = names.get(i.argval, dis) if i.opname == 'LOAD_GLOBAL' else dis
-        if isinstance(v, FunctionType) and not is_known(v): inner = _function_reads(v)
+        if isinstance(v, FunctionType) and not is_known(v): inner = _function_reads(v, seen=seen)
         elif own and v is own: inner = '' if then.argval in _helpers(own) else f'{whose} reads an attribute of {i.argval}'
         else: inner = '' if _is_librarys(v) else f'{whose} reads {i.argval}, a global'
         if inner: return inner
-    return first(filter(None, (_code_reads(c, names, whose, own) for c in code.co_consts if isinstance(c, CodeType)))) or ''
+    return first(filter(None, (_code_reads(c, names, whose, own, seen) for c in code.co_consts if isinstance(c, CodeType)))) or ''
 
 def _helpers(cls): return {k: f.__func__ for k,f in vars(cls).items() if isinstance(f, staticmethod)} if cls else {}
 
@@ -151,10 +151,10 @@ def _is_librarys(v):
     if isinstance(v, ModuleType): return is_library_name(v.__name__)
     return isinstance(v, (type, FunctionType, BuiltinFunctionType)) and is_known(v)
 
-@functools.cache
-def _function_reads(f, own=None):
+def _function_reads(f, own=None, seen=()):
+    if f in seen: return ''   # it calls itself
     if f.__code__.co_freevars: return f'{f.__qualname__} reads {f.__code__.co_freevars[0]} of an enclosing function'
-    return _code_reads(f.__code__, f.__globals__, f.__qualname__, own)
+    return _code_reads(f.__code__, f.__globals__, f.__qualname__, own, (*seen, f))
 
 @functools.cache
 def _looks_outside(cls):

@@ -198,7 +198,10 @@ class Memory:
         self.names = [{(f, *map(id, at)): (f, *at) for f,*at in rs} for rs in self.readers]
         self.buffers = buffers(self.tensors)
         self.host = [(t, t.detach().clone(), path) for *_,t,path in places.tensors if not is_xla(t)]
-        self.elsewhere = live_tensors([*self.tensors, *inputs]) if search else []
+        self.elsewhere = live_tensors([*self.tensors, *inputs], everything := _tensors()) if search else (everything := [])
+        self.inputs = [(t, t.grad, t.requires_grad) for t in inputs if t.is_leaf]
+        hosts = [t for t in everything if t.requires_grad and t.is_leaf and not is_xla(t)]   # may be sent to the device by a loss
+        self.host_grads = [(t, t.grad, t.grad is not None and t.grad.clone()) for t in hosts]
         leaves = [t for t in self.elsewhere if t.requires_grad and t.is_leaf]   # a backward pass may leave a gradient with them
         self.params = [(p, p.grad, p.requires_grad) for p in params + leaves]   # is it trained?
         found = set(map(id, self.elsewhere))   # a gradient that only C++ holds has not been found
@@ -229,6 +232,9 @@ def restore(self:Memory):
     with torch.no_grad():
         for t,was,_ in self.host:
             if not torch.equal(t, was): t.copy_(was)   # else it would count as written to
+    for t,g,r in self.inputs: t.grad,t.requires_grad = g,r   # what a trace has made of them is forgotten
+    for t,g,was in self.host_grads:
+        t.grad = g if g is None else g.copy_(was)
     for p,g,r in self.params:
         if p.grad is not g: p.grad = g
         p.requires_grad_(r)
@@ -274,11 +280,13 @@ def _tensors():
 
 def live_tensors(
     known:list, # XLA tensors to leave out
+    everything:list|None=None, # Tensors to choose from; without it, all there are
 ) -> list: # XLA tensors that are computed
     "What else is alive on XLA devices, wherever it is held: one scan of the garbage collector's objects, some 0.1 s"
     known = set(map(id, known))
     # those that are not functional are what kernels see of these
-    ts = [t for t in _tensors() if id(t) not in known and is_xla(t) and torch._is_functional_tensor(t)]
+    ts = _tensors() if everything is None else everything
+    ts = [t for t in ts if id(t) not in known and is_xla(t) and torch._is_functional_tensor(t)]
     settle_views(ts)
     return [t for t in ts if not _is_dead(t)]
 

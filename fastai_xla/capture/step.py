@@ -147,6 +147,7 @@ def _changed(self:Trace, before, after, numbers):
         raise Refused(f"the step changes a tensor of shape {tuple(lost[0].shape)} that is neither the model's, the loss's nor its "
                       "optimizer's, nor an attribute of a callback; keep it in one of those")
     if any(p.requires_grad != r for p,_,r in self.memory.params): raise Refused("parameters are frozen or unfrozen within the step")
+    if any(t.requires_grad != r for t,_,r in self.memory.inputs): raise Refused("the batch is made to require gradients within the step")
     if fresh: raise Refused(f"a tensor of shape {tuple(fresh[0].shape)} is set from the host within the step")
     replaced = ([(path, d, k) for d,k,t,path in before.tensors if d[k] is not t and (id(d), k) not in numbers.places]
                 + [scratch[id(d), k] for d,keys,_ in before.keys.values() for k in new.get(id(d), ()) if k not in keys])

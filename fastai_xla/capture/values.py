@@ -111,6 +111,7 @@ def show(self:Numbers,
     "Put tracked numbers into their places"
     new,self.tape,whole = {},tape,lambda k: k[0] if type(k) is tuple else k
     self.was = [(d, whole(k), d[whole(k)]) for d,k,*_ in self.places.values()]
+    self.groups = [(d, dict(d)) for d in self.hypers]   # a user's optimizer may keep there what is no number
     for d,k,name,hide in self.places.values():
         if name not in new: new[name] = tape.name(name, get_number(d, k), hide)
         if isinstance(d[whole(k)], torch.Tensor):
@@ -128,6 +129,9 @@ def show_later(self:Numbers,
 @patch
 def restore(self:Numbers):
     "Put the plain numbers back"
+    for d,was in self.groups:
+        for k in [k for k in d if k not in was]: del d[k]
+        d.update(was)
     for d,k,v in self.was: d[k] = v
 
 @patch

@@ -44,6 +44,14 @@ def _weight_norm(v, g, dim=0): return v*(g/torch.norm_except_dim(v, 2, dim))
 @_composite('vdot')
 def _vdot(a, b): return (a.conj()*b).sum()
 
+@_composite('complex')
+def _complex(real, imag):
+    if real.dtype != imag.dtype: raise RuntimeError(f"Expected object of scalar type {real.dtype} but got scalar type {imag.dtype}")
+    return torch.view_as_complex(torch.stack(torch.broadcast_tensors(real, imag), -1))
+
+@_composite('polar')
+def _polar(abs, angle): return _complex(abs*angle.cos(), abs*angle.sin())
+
 @_composite('logaddexp')
 def _logaddexp(a, b):
     m = torch.maximum(a, b).detach()
