@@ -12,6 +12,7 @@ import warnings
 
 import numpy as np
 import torch
+from torch import nn
 from fastcore.all import *
 from fastai.callback.core import Callback
 from fastai.learner import Learner
@@ -22,6 +23,7 @@ from .runtime import *
 from .graphs import *
 from .report import *
 from .draws import *
+from .capture.state import all_tensors, set_data
 from .compat.core import *
 from .compat.learner import *
 from .compat.optimizer import *
@@ -82,6 +84,19 @@ def settle(
                            "Let `splitter` take its parameters from the model it is "
                            "given, and create the optimizer with `learn.create_opt()`.")
 
+# %% ../nbs/api/06f_opt_callback.ipynb #fcf09701
+def _is_lost(t):
+    try: pending([t])
+    except RuntimeError: return True
+
+def _part_lost():
+    "Give a value to tensors that an error has left without one, and tell"
+    lost = [t for t in all_tensors() if is_xla(t) and torch._is_functional_tensor(t) and _is_lost(t)]
+    for t in lost: set_data(t, torch.full((), torch.nan).to(device()))
+    params = sum(isinstance(t, nn.Parameter) for t in lost)
+    warnings.warn(f"A step that ended with an error has left {len(lost)} tensors without a value, {params} of them parameters. torch_xla cannot "
+                  "go on beside them, so each is a single NaN now. Make that model again, or load its weights, before it is used.")
+
 # %% ../nbs/api/06f_opt_callback.ipynb #7dfd670e
 class XLAOptCallback(Callback):
     "The optimizer's state before the first step, a sync at the end of each batch that was not replayed, and the cost log for `xla_report`"
@@ -96,6 +111,13 @@ class XLAOptCallback(Callback):
         self.homes = {}   # (module, name) -> the parameter that was there when the model was moved last
 
     def before_fit(self):
+        try: self._prepare()
+        except RuntimeError as e:
+            if 'tensor_data' not in str(e): raise
+            _part_lost()
+            self._prepare()
+
+    def _prepare(self):
         settle(self.learn, opt=self.fitting)   # another model may be there for a prediction only
         self.shapes = {}
         if self.opt is not None: init_state(self.opt)

@@ -99,7 +99,8 @@ def _own_code(o):
     "Functions of the user's that run where `o`, a module, loss, metric, callback or learner, is used, each with a class"
     cls,names = type(o),[*of_batches, *_running]
     if isinstance(o, (*_functions, Function)): return [(f, object) for f in _implementations(o)]
-    kept = [v for d in (vars(o), *(d for d in vars(o).values() if type(d) is dict)) for v in d.values() if isinstance(v, _functions)]
+    here = getattr(o, '__dict__', {})
+    kept = [v for d in (here, *(d for d in here.values() if type(d) is dict)) for v in d.values() if isinstance(v, _functions)]
     if isinstance(o, Learner): names += [n for c in cls.__mro__ if not is_library(c.__module__) for n in vars(c) if n != '__init__']
     own = [] if is_library(cls.__module__) else [(g, cls) for n in names if (f := getattr(cls, n, None)) for g in _implementations(f)]
     return own + [(f, object) for f in kept]
@@ -108,8 +109,9 @@ def _is_own(f): return not is_library(getattr(f, '__module__', None) or '')
 
 def _may_change(learn):
     "Do code that runs between two batches and code that makes items name what may be one thing, and the first change it?"
-    losses = learn.loss_func.modules() if isinstance(learn.loss_func, nn.Module) else [learn.loss_func]
-    os = [learn, *learn.model.modules(), *losses, *(getattr(m, 'func', m) for m in learn.metrics), *learn.cbs, *learn.dl.after_batch.fs]
+    modules = [m for o in (learn.model, learn.loss_func) for m in (o.modules() if isinstance(o, nn.Module) else [o])]
+    transforms = getattr(getattr(learn.dl, 'after_batch', None), 'fs', ())
+    os = [learn, *modules, *(getattr(m, 'func', m) for m in learn.metrics), *learn.cbs, *transforms]
     codes = {g.__code__ for o in os for f,cls in _own_code(o) for g,_ in functions_in(f, cls) if _is_own(g)}
     changed = set().union(*map(_changed_by, codes))
     named = _names_of_makers(learn.dl) if changed else set()

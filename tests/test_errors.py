@@ -231,3 +231,25 @@ def test_replay_warns():
     with learn.no_logging(), warnings.catch_warnings():
         warnings.filterwarnings('error', message='Steps cannot be replayed')
         learn.fit(1)
+
+class CannotBeLowered(nn.Module):
+    def __init__(self, bad):
+        super().__init__()
+        self.l,self.bad = nn.Linear(4, 4),bad
+    def forward(self, x):
+        h = self.l(x)
+        return h + torch.linalg.svd(h[:0,:0])[1].sum() if self.bad else h
+
+def test_a_fit_after_an_error_of_torch_xla():
+    "Every later fit in the process ended with `Check failed: tensor_data`, as long as the error was kept"
+    x = torch.randn(32, 4)
+    def fit(bad):
+        dls = DataLoaders.from_dsets(*[torch.utils.data.TensorDataset(x, x)]*2, bs=8, num_workers=0)
+        learn = Learner(dls, CannotBeLowered(bad), loss_func=nn.MSELoss()).to_xla()
+        with learn.no_bar(), learn.no_logging(): learn.fit(1, 1e-2)
+    with pytest.raises(RuntimeError, match='lowering') as kept: fit(True)
+    with pytest.warns(UserWarning, match='has left .* tensors without a value, 2 of them parameters'): fit(False)
+    with warnings.catch_warnings():
+        warnings.filterwarnings('error', '.*without a value')
+        fit(False)
+    assert kept

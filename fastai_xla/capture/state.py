@@ -6,7 +6,7 @@ Docs: https://fastai-xla.github.io/fastai_xla/api/capture.state.html.md"""
 
 # %% auto #0
 __all__ = ['set_data', 'flatten', 'Refused', 'key_name', 'checksum', 'content', 'Places', 'put_all', 'Kept', 'Memory', 'item',
-           'leaf', 'grad', 'live_tensors']
+           'leaf', 'grad', 'all_tensors', 'live_tensors']
 
 # %% ../../nbs/api/05b_capture.state.ipynb #1e39253c
 import gc, sys, time, zlib
@@ -198,7 +198,7 @@ class Memory:
         self.names = [{(f, *map(id, at)): (f, *at) for f,*at in rs} for rs in self.readers]
         self.buffers = buffers(self.tensors)
         self.host = [(t, t.detach().clone(), path) for *_,t,path in places.tensors if not is_xla(t)]
-        self.elsewhere = live_tensors([*self.tensors, *inputs], everything := _tensors()) if search else (everything := [])
+        self.elsewhere = live_tensors([*self.tensors, *inputs], everything := all_tensors()) if search else (everything := [])
         self.inputs = [(t, t.grad, t.requires_grad) for t in inputs if t.is_leaf]
         hosts = [t for t in everything if t.requires_grad and t.is_leaf and not is_xla(t)]   # may be sent to the device by a loss
         self.host_grads = [(t, t.grad, t.grad is not None and t.grad.clone()) for t in hosts]
@@ -260,7 +260,7 @@ def _alone():
     try: yield
     finally: sys.setswitchinterval(was)
 
-def _tensors():
+def all_tensors():
     """All tensors, each held: one that only C++ holds would die under our hands, as where garbage is collected
 
     A thread that builds a tuple must be the only one to hold it, and a list of all objects holds it too, so no other thread runs meanwhile.
@@ -285,7 +285,7 @@ def live_tensors(
     "What else is alive on XLA devices, wherever it is held: one scan of the garbage collector's objects, some 0.1 s"
     known = set(map(id, known))
     # those that are not functional are what kernels see of these
-    ts = _tensors() if everything is None else everything
+    ts = all_tensors() if everything is None else everything
     ts = [t for t in ts if id(t) not in known and is_xla(t) and torch._is_functional_tensor(t)]
     settle_views(ts)
     return [t for t in ts if not _is_dead(t)]

@@ -95,8 +95,11 @@ division = Lowering('division', lambda: True, 'the quotient of two complex numbe
 
 @division.kernel('div.Tensor', views=True, inference=False)
 def _division(a, b):
-    if not (b.is_complex() if isinstance(b, torch.Tensor) else isinstance(b, complex)):
-        return torch.ops.aten.div.Tensor_mode(a, b, rounding_mode=None)
+    div,is_complex = torch.ops.aten.div.Tensor_mode,b.is_complex() if isinstance(b, torch.Tensor) else isinstance(b, complex)
+    if not is_complex:
+        if not a.is_complex(): return div(a, b, rounding_mode=None)
+        by = b.unsqueeze(-1) if isinstance(b, torch.Tensor) else b
+        return torch.view_as_complex(div(torch.view_as_real(a), by, rounding_mode=None))
     at,dtype = next(o.device for o in (a, b) if isinstance(o, torch.Tensor) and is_xla(o)),torch.result_type(a, b)
     a,b = a.to(at, dtype),torch.as_tensor(b, dtype=dtype, device=at)
     parts = torch.view_as_real(b)
