@@ -44,8 +44,7 @@ class LoggedFit:
         self.counts = {True: Counter(), False: Counter()}   # training? -> what has been done
         self.audited = {}   # training? -> the pass over a dataloader of the last audit
         self.kinds = set()   # of batches: training? and shapes
-        self.again = Counter()   # why steps of another path were recorded
-        self.why = ''   # why the last one was
+        self.again,self.why = Counter(),''   # why steps of another path were recorded, and the last one
 
     def n_kinds(self, training): return sum(kind[0] == training for kind in self.kinds)
 
@@ -293,8 +292,9 @@ def log_of(self:Replay) -> Logged|None:
 @patch
 def traced_batch(self:Replay, b, why):
     "A batch as without a replay"
-    learn = self.learn
-    self.begin().open = False
+    learn,state,count = self.learn,self.begin(),self.by_log.fit.counts[self.learn.training]
+    state.open,state.tracing = False,not count['retraced']   # the first graph of these is another one than that of a logged step
     self.fit.plain[why] += 1
+    count['retraced'] += 1
     learn._split(b.batch() if isinstance(b, RawBatch) else learn._set_device(b))
     learn._with_events(learn._do_one_batch, 'batch', CancelBatchException)

@@ -89,13 +89,21 @@ def _is_lost(t):
     try: pending([t])
     except RuntimeError: return True
 
+def _beside_lost(f):
+    "Call `f`, which looks at all tensors"
+    try: f()
+    except RuntimeError as e:
+        if 'tensor_data' not in str(e): raise
+        _part_lost()
+        f()
+
 def _part_lost():
     "Give a value to tensors that an error has left without one, and tell"
     lost = [t for t in all_tensors() if is_xla(t) and torch._is_functional_tensor(t) and _is_lost(t)]
     for t in lost: set_data(t, torch.full((), torch.nan).to(device()))
     params = sum(isinstance(t, nn.Parameter) for t in lost)
-    warnings.warn(f"A step that ended with an error has left {len(lost)} tensors without a value, {params} of them parameters. torch_xla cannot "
-                  "go on beside them, so each is a single NaN now. Make that model again, or load its weights, before it is used.")
+    warnings.warn(f"A step that ended with an error has left {len(lost)} tensors without a value, {params} of them parameters. torch_xla "
+                  "cannot go on beside them, so each is a single NaN now. Make that model again, before it is used.")
 
 # %% ../nbs/api/06f_opt_callback.ipynb #7dfd670e
 class XLAOptCallback(Callback):
@@ -110,13 +118,7 @@ class XLAOptCallback(Callback):
         self.layout = ParamLayout()   # on many devices
         self.homes = {}   # (module, name) -> the parameter that was there when the model was moved last
 
-    def before_fit(self):
-        try: self._prepare()
-        except RuntimeError as e:
-            if 'tensor_data' not in str(e): raise
-            _part_lost()
-            self._prepare()
-
+    def before_fit(self): _beside_lost(self._prepare)
     def _prepare(self):
         settle(self.learn, opt=self.fitting)   # another model may be there for a prediction only
         self.shapes = {}

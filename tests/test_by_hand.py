@@ -58,7 +58,7 @@ def host_leaf():
 def test_a_leaf_of_the_host_in_a_loss():
     "Its gradient had those of two traces added, in the third batch; the backward pass reads it, so it is no step to record"
     learn = agree(host_leaf, branches=None, tol=1e-6)
-    assert counts(learn)[True] == {'refused': 2} and re.search('backward at .* reads a value', str(learn.xla_report()))
+    assert counts(learn)[True] == {'refused': 2, 'retraced': 28} and re.search('backward at .* reads a value', str(learn.xla_report()))
 
 class CopiesByDict(nn.Module):
     "As `higher` makes its functional modules"
@@ -127,3 +127,21 @@ class KeepsInGroup(torch.optim.Optimizer):
 def test_an_optimizer_that_keeps_a_tensor_in_its_group():
     "The process died in the next trace: the tensor of the one before was forgotten"
     agree(lambda: dict(opt_func=partial(OptimWrapper, opt=KeepsInGroup)), branches=None, tol=1e-6)
+
+def test_an_optimizer_that_counts_with_a_hyper_parameter():
+    "`range(ns_steps)` was given a float"
+    class TwoWeights(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a,self.b = nn.Linear(6, 8, bias=False),nn.Linear(8, 1, bias=False)
+        def forward(self, x): return self.b(torch.relu(self.a(x)))
+    learn = agree(lambda: dict(model=TwoWeights, opt_func=partial(OptimWrapper, opt=torch.optim.Muon)), branches=None, cpu=False, tol=1e-2)
+    assert counts(learn)[True]['replayed'] >= 28
+
+@pytest.mark.parametrize('opt', [torch.optim.Rprop, torch.optim.ASGD])
+def test_state_that_begins_with_the_learning_rate(opt):
+    "It began with that of before the fit, not with that which a schedule has set for the first step"
+    kw = dict(opt_func=partial(OptimWrapper, opt=opt), cbs=lambda: ParamScheduler({'lr': SchedLin(1e-3, 5e-3)}))
+    def story(): return dict(model=lambda: nn.Linear(6, 1), **kw)
+    (a,_),(b,_),(c,_) = run(story, False, xla=False),run(story, False),run(story, 'auto')
+    for x,y,z in zip(a['losses'], b['losses'], c['losses']): assert max(abs(x-y), abs(x-z)) < 1e-4*max(1, abs(x))

@@ -313,7 +313,7 @@ def scans(n=20):
             except SystemError as e: errors.append(e)
     threads = [threading.Thread(target=build) for _ in range(2)]
     for t in threads: t.start()
-    for _ in range(n): state._tensors()
+    for _ in range(n): state.all_tensors()
     over.set()
     for t in threads: t.join()
     return errors

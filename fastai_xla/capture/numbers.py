@@ -146,9 +146,8 @@ def _escape(f):
 for _c in (_Float, _Int):
     for _n in 'lt le eq ne gt ge'.split(): setattr(_c, f'__{_n}__', _compare(getattr(operator, _n)))
     for _n,_f in dict(bool=bool, int=int, float=float, hash=hash, round=round, trunc=math.trunc, floor=math.floor, ceil=math.ceil,
-                      repr=repr, str=str, format=format).items():
+                      repr=repr, str=str, format=format, index=operator.index).items():   # an int may be shown as a float
         setattr(_c, f'__{_n}__', _escape(_f))
-_Int.__index__ = _escape(operator.index)
 
 # %% ../../nbs/api/05a_capture.numbers.ipynb #a960c99c
 _math = '''sqrt cbrt exp exp2 expm1 log log2 log10 log1p pow sin cos tan asin acos atan atan2 sinh cosh tanh asinh acosh atanh

@@ -280,13 +280,12 @@ def all_tensors():
 
 def live_tensors(
     known:list, # XLA tensors to leave out
-    everything:list|None=None, # Tensors to choose from; without it, all there are
+    of:list|None=None, # Tensors to choose from, if not all there are
 ) -> list: # XLA tensors that are computed
     "What else is alive on XLA devices, wherever it is held: one scan of the garbage collector's objects, some 0.1 s"
     known = set(map(id, known))
     # those that are not functional are what kernels see of these
-    ts = all_tensors() if everything is None else everything
-    ts = [t for t in ts if id(t) not in known and is_xla(t) and torch._is_functional_tensor(t)]
+    ts = [t for t in (all_tensors() if of is None else of) if id(t) not in known and is_xla(t) and torch._is_functional_tensor(t)]
     settle_views(ts)
     return [t for t in ts if not _is_dead(t)]
 

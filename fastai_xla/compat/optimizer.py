@@ -111,6 +111,7 @@ def _plain_torch(opt):
 
 def _init_torch(opt):
     _plain_torch(opt)
+    if isinstance(opt, (torch.optim.Rprop, torch.optim.ASGD)): return   # their state begins with the learning rate of the first step
     ps = [p for g in opt.param_groups for p in g['params'] if is_xla(p) and p.requires_grad]
     if not ps or all(p in opt.state for p in ps): return
     grads,moms = [p.grad for p in ps],[g.get('momentum') for g in opt.param_groups]

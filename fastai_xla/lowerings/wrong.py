@@ -6,7 +6,7 @@ Docs: https://fastai-xla.github.io/fastai_xla/api/lowerings.wrong.html.md"""
 
 # %% auto #0
 __all__ = ['extremes', 'cumsum', 'bitwise', 'norm', 'slices', 'absolute', 'division', 'count_nonzero', 'diagonal', 'nll_loss',
-           'einsum', 'randperm', 'indices', 'numbers']
+           'einsum', 'randperm', 'indices', 'numbers', 'edges']
 
 # %% ../../nbs/api/01j_lowerings.wrong.ipynb #b2c1a9f2
 import torch
@@ -205,3 +205,22 @@ def _of_a_number(op):
 for _n in 'sum.dim_IntList mean.dim max.dim min.dim any.dim all.dim argmax argmin'.split():
     _op,_,_overload = _n.partition('.')
     numbers.kernel(_n, key='AutogradXLA')(_of_a_number(getattr(getattr(torch.ops.aten, _op), _overload or 'default')))
+
+# %% ../../nbs/api/01j_lowerings.wrong.ipynb #b2c1aa31
+edges = Lowering('edges', lambda: True, '`roll` of nothing ends the process; `>>`, `clamp_min`, `pdist` are wrong, or errors')
+
+@edges.kernel('roll', key='AutogradXLA')
+def _roll(x, shifts, dims=()):
+    return as_before(torch.ops.aten.roll.default, x, shifts, dims) if x.numel() else x.clone()
+
+def _shifted(x, by): return torch.div(x, 2**by, rounding_mode='floor').to(x.dtype)
+edges.kernel('__rshift__.Scalar', '__rshift__.Tensor', 'bitwise_right_shift.Tensor', 'bitwise_right_shift.Tensor_Scalar')(_shifted)
+
+def _of_rank(op): return lambda x, t: as_before(op, *torch.broadcast_tensors(x, t))
+for _n in ('clamp_min', 'clamp_max'): edges.kernel(f'{_n}.Tensor', key='AutogradXLA')(_of_rank(getattr(torch.ops.aten, _n).Tensor))
+
+@edges.kernel('pdist', key='AutogradXLA')
+def _pdist(x, p=2.):
+    if p not in (0, float('inf')): return torch.ops.aten.pdist.default.decompose(x, p)
+    i,j = torch.triu_indices(len(x), len(x), 1, device=x.device)
+    return torch.linalg.vector_norm(x[i]-x[j], p, dim=1)
