@@ -77,6 +77,10 @@ def _fetch(ts):
     home |= zip(map(id, whole), _XLAC._xla_get_cpu_tensors(whole) if whole else ())
     return [home[id(t)] for t in ts]
 
+# torch_xla reads complex128 without the imaginary part
+def _as_real(t): return torch.view_as_real_copy(t.detach()) if t.dtype == torch.complex128 else t
+def _as_was(t, h): return torch.view_as_complex(h) if t.dtype == torch.complex128 else h
+
 before_fetch = []   # functions that are given what is to be fetched, and give what stands for it now
 
 def fetch(
@@ -88,8 +92,8 @@ def fetch(
     now = ts
     for f in before_fetch: now = f(now)
     # of the tensors themselves: reading through a view of a parameter makes its next update another graph
-    with torch._C.DisableTorchFunctionSubclass(): host = _fetch(compute_apart(now))
-    return _replaced(o, {id(t): _as_type_of(t, h) for t,h in zip(ts, host)})
+    with torch._C.DisableTorchFunctionSubclass(): host = _fetch(compute_apart([_as_real(t) for t in now]))
+    return _replaced(o, {id(t): _as_type_of(t, _as_was(t, h)) for t,h in zip(ts, host)})
 
 # %% ../nbs/api/00a_transfer.ipynb #0a5d3f44
 def _send1(t, device):
