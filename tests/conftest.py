@@ -34,6 +34,10 @@ def pytest_configure(config):
     gc.collect()
     gc.freeze()
 
+def pytest_collection_modifyitems(items):
+    "What takes a minute comes first, or one process would end with it while the other has nothing left to do"
+    items.sort(key=lambda item: item.path.stem != 'test_notebooks')
+
 def pytest_pycollect_makeitem(collector, name, obj):
     "fastai's star imports bring functions called `test_eq` and the like: only a module's own functions are tests"
     if getattr(obj, '__module__', collector.module.__name__) != collector.module.__name__: return []

@@ -17,9 +17,8 @@ nbs = get_config(root).nbs_path
 if not nbs.exists(): pytest.skip('the notebooks are in the repository, not in the sdist', allow_module_level=True)
 slow_imports = ['torch_xla', 'torchvision', 'timm', 'sklearn.datasets', 'pandas', 'matplotlib.pyplot', 'fasthtml.basics', 'fasttransform',
     'execnb.shell', 'nbdev.test', 'pytest']
-# These and the tutorials run as users run them; the others compile more than they run, and do it as other tests do,
+# The tutorials run as users run them; the others compile more than they run, and do it as other tests do,
 # and so do some of the tutorials
-long_runs = ('10_sampling', '11_optim', '12e_parity.backends')
 short_tutorials = ('04_where_backends_part', '06_why_slow', '09_more_than_one_core', '10_images', '11_segmentation', '14_text')
 
 @pytest.fixture(scope='module')
@@ -44,7 +43,7 @@ def run(nb, log, flags):
 @pytest.mark.parametrize('nb', sorted(nbglob(nbs, as_path=True)), ids=lambda o: str(o.relative_to(nbs)))
 def test_notebook(nb, forked, tmp_path):
     log = tmp_path/'log.txt'
-    short = nb.parent.name in ('api', 'howto', 'explanations') and nb.stem not in long_runs or nb.stem in short_tutorials
+    short = nb.parent.name in ('api', 'howto', 'explanations') or nb.stem in short_tutorials
     process = forked.Process(target=run, args=(nb, log, os.environ.get('XLA_FLAGS') if short else None))
     process.start()
     process.join()
