@@ -102,15 +102,17 @@ class KnownModule:
         "Values of the plain attributes"
         return [f() for f in self.plain] + [repr(d[k]) for d,k in self.lists]
 
-    def changed(self,
-        was:list, # From an earlier `guard`
-        now:list, # From a later one
-    ) -> str:
-        "The first attribute that differs, for a reader"
-        owner,n = {id(m.__dict__): type(m).__name__ for m in self.ms},len(self.named)
-        def values(guard): return [v for (_,ks),vs in zip(self.named, guard) for v in (vs if len(ks) > 1 else [vs])] + guard[n:]
-        places = [(d, k) for d,ks in self.named for k in ks] + self.lists
-        return first(f'{owner[id(d)]}.{k} {a} -> {b}' for (d,k),a,b in zip(places, values(was), values(now)) if a != b)
+# %% ../../nbs/api/05j_capture.known.ipynb #f064dcb0
+@patch
+def changed(self:KnownModule,
+    was:list, # From an earlier `guard`
+    now:list, # From a later one
+) -> str:
+    "The first attribute that differs, for a reader"
+    owner,n = {id(m.__dict__): type(m).__name__ for m in self.ms},len(self.named)
+    def values(guard): return [v for (_,ks),vs in zip(self.named, guard) for v in (vs if len(ks) > 1 else [vs])] + guard[n:]
+    places = [(d, k) for d,ks in self.named for k in ks] + self.lists
+    return first(f'{owner[id(d)]}.{k} {a} -> {b}' for (d,k),a,b in zip(places, values(was), values(now)) if a != b)
 
 # %% ../../nbs/api/05j_capture.known.ipynb #bb0c53e4
 @patch

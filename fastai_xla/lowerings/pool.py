@@ -1,4 +1,4 @@
-"""Average pooling: a divisor that is ignored, windows larger than the image, bins of several sizes, and gradients that fall back to the CPU. Max pooling: dilation, and the gradient of the gradient
+"""Average pooling: divisors, large windows, bins of several sizes, gradients that fall back. Max pooling: dilation, second gradients
 
 Docs: https://fastai-xla.github.io/fastai_xla/api/lowerings.pool.html.md"""
 
