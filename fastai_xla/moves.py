@@ -8,6 +8,8 @@ Docs: https://fastai-xla.github.io/fastai_xla/api/moves.html.md"""
 __all__ = ['modules_of', 'move_learner']
 
 # %% ../nbs/api/06e_moves.ipynb #6d0e0003
+import warnings
+
 import torch
 from fastcore.all import *
 from fastai.learner import Learner
@@ -40,6 +42,18 @@ def _returned(learn, now):
         m._parameters[n] = res.setdefault(p, q)
     return res
 
+# %% ../nbs/api/06e_moves.ipynb #b3dd8b74
+def _warn_of_shared(modules):
+    "Tell of a parameter that shares memory on the host with another, or with a buffer: a move gives each its own"
+    first_of = {}
+    for n,t in (o for m in modules for o in (*m.named_parameters(), *m.named_buffers())):
+        if t.device.type != 'cpu' or not t.numel(): continue
+        other,tensor = first_of.setdefault(t.data_ptr(), (n, t))
+        if tensor is t or not (t.requires_grad or tensor.requires_grad): continue
+        warnings.warn(f"`{other}` and `{n}` share their memory on the host, as `a.data = b.data` makes them. On XLA, as on CUDA, each has "
+                      f"its own from now on, and one does not follow the other. Tie the parameter itself, `model.{n} = model.{other}`, or "
+                      "`clone()` the values where they are meant to part.")
+
 # %% ../nbs/api/06e_moves.ipynb #b3dd8b73
 def _let_graphs_go(learn):
     "The graph of the last loss has hold of the parameters, which then could not be moved in place"
@@ -54,6 +68,7 @@ def move_learner(
     "Move model and loss; hooks, gradients and the optimizer's state follow each parameter"
     now = _homes(learn)
     if any(is_xla(p) != is_xla(device) for p in now.values()): _let_graphs_go(learn)
+    if is_xla(device): _warn_of_shared(modules_of(learn))
     returned,moved,axes = _returned(learn, now),{},learn.xla_opt.layout.of(modules_of(learn))
     for m in modules_of(learn): moved |= move_module(m, device, axes)
     new = {p: moved.get(q, q) for p,q in returned.items()}

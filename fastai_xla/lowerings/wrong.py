@@ -262,3 +262,9 @@ def _pdist(x, p=2.):
     if p not in (0, float('inf')): return torch.ops.aten.pdist.default.decompose(x, p)
     i,j = torch.triu_indices(len(x), len(x), 1, device=x.device)
     return torch.linalg.vector_norm(x[i]-x[j], p, dim=1)
+
+@edges.kernel('cdist', key='AutogradXLA')
+def _cdist(a, b, p=2., compute_mode=None):
+    batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    a,b = (t.expand(*batch, *t.shape[-2:]) for t in (a, b))
+    return torch.ops.aten.cdist.default.decompose(a, b, p, compute_mode)
