@@ -122,12 +122,12 @@ def _windows(x, k, s, p, d, ceil):
     after = [max((o-1)*t + span - i - a, 0) for o,t,span,i,a in zip(outs, s, spans, sizes, p)]
     least = -float('inf') if x.is_floating_point() else torch.iinfo(x.dtype).min
     x = torch.constant_pad_nd(x, [o for pair in reversed(list(zip(p, after))) for o in pair], least)
-    parts,at = [],[]
+    parts,at,widths = [],[],[int(np.prod(sizes[j+1:])) for j in range(n)]
     for offset in np.ndindex(*k):
         first = [o*by for o,by in zip(offset, d)]
         parts.append(x[(..., *(slice(f, f+(o-1)*t+1, t) for f,o,t in zip(first, outs, s)))])
         places = np.ix_(*(np.arange(o)*t + f-a for o,t,f,a in zip(outs, s, first, p)))
-        at.append(functools.reduce(lambda i,j: i + j[0]*j[1], zip(places, [int(np.prod(sizes[j+1:])) for j in range(n)]), 0))
+        at.append(sum(place*width for place,width in zip(places, widths)))
     return torch.stack(parts, -1),np.stack(at, -1)
 
 def _dilated(x, *args):
