@@ -11,12 +11,16 @@ __all__ = ['modules_of', 'move_learner']
 import warnings
 
 import torch
+from torch import nn
 from fastcore.all import *
 from fastai.learner import Learner
 
 from .runtime import *
+from .shared import memory_of
 from .transfer import *
 from .compat.optimizer import *
+from .capture.effects import functions_in
+from .capture.state import flatten
 from .learner_step import *
 
 # %% ../nbs/api/06e_moves.ipynb #6d0e0006
@@ -54,6 +58,28 @@ def _warn_of_shared(modules):
                       f"its own from now on, and one does not follow the other. Tie the parameter itself, `model.{n} = model.{other}`, or "
                       "`clone()` the values where they are meant to part.")
 
+# %% ../nbs/api/06e_moves.ipynb #b3dd8b77
+_parts = {*vars(nn.Module()), 'learn'}   # what a module has by itself, and what each callback has
+
+def _taken(learn):
+    "Tensors that callbacks, the loss and modules keep as plain attributes, and those that a loss function names: name -> tensor"
+    owners = [*learn.cbs, learn.loss_func, *(m for o in modules_of(learn) for m in o.modules())]
+    found = {f'{type(o).__name__}.{k}': v for o in owners for k,v in getattr(o, '__dict__', {}).items() if k not in _parts}
+    found |= {n: v for _,names in functions_in(learn.loss_func) for n,vs in names.items() for v in vs}
+    leaves = {n: flatten(v)[0] for n,v in found.items() if isinstance(v, (torch.Tensor, list, tuple, dict))}
+    return [(n, t) for n,ts in leaves.items() for t in ts if _on_host(t)]
+
+def _on_host(t): return isinstance(t, torch.Tensor) and t.device.type == 'cpu' and t.layout == torch.strided and t.numel() > 0
+
+def _warn_of_aliases(learn):
+    "Tell of tensors that share memory with a parameter that moves, and do not move with it"
+    ps = {memory_of(p): (n, p) for m in modules_of(learn) for n,p in m.named_parameters() if _on_host(p)}
+    taken = {n: ps[memory_of(t)] for n,t in _taken(learn) if memory_of(t) in ps and t is not ps[memory_of(t)][1]} if ps else {}
+    for n,(name,_) in taken.items():
+        warnings.warn(f"`{n}` is an alias of the parameter `{name}`, as `p.detach()` makes one. On XLA, as on CUDA, it stays on the host and "
+                      "keeps the values of now, where on the CPU it follows the parameter. Take it anew in each step, or "
+                      "`clone()` it where the values of now are meant.")
+
 # %% ../nbs/api/06e_moves.ipynb #b3dd8b73
 def _let_graphs_go(learn):
     "The graph of the last loss has hold of the parameters, which then could not be moved in place"
@@ -68,7 +94,9 @@ def move_learner(
     "Move model and loss; hooks, gradients and the optimizer's state follow each parameter"
     now = _homes(learn)
     if any(is_xla(p) != is_xla(device) for p in now.values()): _let_graphs_go(learn)
-    if is_xla(device): _warn_of_shared(modules_of(learn))
+    if is_xla(device):
+        _warn_of_shared(modules_of(learn))
+        _warn_of_aliases(learn)
     returned,moved,axes = _returned(learn, now),{},learn.xla_opt.layout.of(modules_of(learn))
     for m in modules_of(learn): moved |= move_module(m, device, axes)
     new = {p: moved.get(q, q) for p,q in returned.items()}

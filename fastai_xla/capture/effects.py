@@ -31,6 +31,7 @@ _changes = set('append appendleft extend extendleft insert remove pop popleft po
 # whose objects do not change, or are looked at elsewhere, or must not be interrupted (locks)
 _values = {'builtins', 'random', 'datetime', 're', 'decimal', 'fractions', '_thread'}
 
+@functools.cache
 def is_library(
     module:str, # Name of a Python module
 ) -> bool:

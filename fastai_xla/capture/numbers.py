@@ -84,7 +84,7 @@ def evaluate(self:Tape,
 ) -> list: # Value of each entry
     "Compute all entries from new values of the named ones"
     res = []
-    for f,args in self.ops: res.append(values[args] if f is None else f(*(res[a[0]] if type(a) is tuple else a for a in args)))
+    for f,args in self.ops: res.append(values[args] if f is None else f(*[res[a[0]] if type(a) is tuple else a for a in args]))
     return res
 
 @patch
@@ -97,7 +97,7 @@ def holds(self:Tape,
     res:list, # As from `evaluate`
 ) -> bool:
     "Do all comparisons come out as they did?"
-    return all(f(*(res[a[0]] if type(a) is tuple else a for a in args)) == v for (f,args),v in self.guards.items())
+    return all(f(*[res[a[0]] if type(a) is tuple else a for a in args]) == v for (f,args),v in self.guards.items())
 
 # %% ../../nbs/api/05a_capture.numbers.ipynb #18e14e3b
 class Tracked:

@@ -8,7 +8,7 @@ Docs: https://fastai-xla.github.io/fastai_xla/api/capture.step.html.md"""
 __all__ = ['aliased', 'TracedGraph', 'Left', 'Trace']
 
 # %% ../../nbs/api/05g_capture.step.ipynb #67e4bf52
-import gc
+import gc, math
 from contextlib import nullcontext
 
 import torch
@@ -229,9 +229,12 @@ def _sort_inputs(self:Trace, roots):
     # all places where an input was found
     self.names = [{n: r for i in at for n,r in self.memory.names[i].items()} if kind == 'state'
                   else {(kind, at): None} for kind,at in graph.sources]
-    self.meanings = {k: {i for i,v in enumerate(self.tape.shown) if _is(v, c)} for k,c in graph.consts.items() if not c.dim()}
+    consts = {k: (c.item(), c.dtype) for k,c in graph.consts.items() if not c.dim()}
+    shown = {dtype: _held(self.tape.shown, dtype) for _,dtype in consts.values()}
+    self.meanings = {k: {i for i,n in enumerate(shown[dtype]) if n == value} for k,(value,dtype) in consts.items()}
 
-def _is(v, c):
-    "Can the constant `c` be the number `v`? A bool cannot: any number but 0 would be its True"
-    if c.is_floating_point(): return isinstance(v, (int, float)) and torch.tensor(v, dtype=c.dtype).item() == c.item()
-    return c.dtype != torch.bool and isinstance(v, int) and v == c.item()
+def _held(values, dtype):
+    "Numbers as constants of `dtype` hold them, NaN for those that cannot be one. A bool cannot: any number but 0 would be its True"
+    kinds = (int, float) if dtype.is_floating_point else int if dtype != torch.bool else ()
+    values = [v if isinstance(v, kinds) else math.nan for v in values]
+    return torch.tensor(values, dtype=dtype).tolist() if dtype.is_floating_point else values

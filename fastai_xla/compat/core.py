@@ -11,6 +11,7 @@ __all__ = ['max_held', 'kept_on_device']
 from contextlib import contextmanager
 
 from fastcore.all import *
+from torch.utils._pytree import tree_leaves
 from fastai.torch_core import to_detach
 from fastai.callback.core import GatherPredsCallback
 
@@ -33,7 +34,7 @@ max_held = 2**28 # Bytes of predictions that may wait on the device
 
 _held = ('inputs', 'preds', 'targets', 'losses')
 
-def _nbytes(o): return sum(t.numel()*t.element_size() for t in o) if isinstance(o, (list, tuple)) else o.numel()*o.element_size()
+def _on_device(o): return [t for t in tree_leaves(o) if is_xla(t)]
 
 def _fetch_held(cb): cb.__dict__.update(fetch({k: cb.__dict__[k] for k in _held if k in cb.__dict__}))
 
@@ -46,13 +47,13 @@ def before_batch(self:GatherPredsCallback):
 def after_batch(self:GatherPredsCallback):
     "Save predictions, targets and potentially losses"
     pred = getattr(self, 'pred', None)
-    if not any(map(is_xla, L(pred))) or self.save_preds is not None or self.save_targs is not None: return self._under_after_batch()
+    if not _on_device(pred) or self.save_preds is not None or self.save_targs is not None: return self._under_after_batch()
     if self.iter == 0: self._nheld = 0
     if self._nheld > max_held:
         _fetch_held(self)
         self._nheld = 0
     with kept_on_device(self.learn): self._under_after_batch()
-    self._nheld += _nbytes(pred)
+    self._nheld += sum(t.numel()*t.element_size() for t in _on_device(pred))
 
 @patch
 def after_validate(self:GatherPredsCallback):
