@@ -488,6 +488,13 @@ def test_names(): assert {*tested} <= {f'{a}-{b}' for a,b,*_ in cases}
                          ids=[f'{a}-{b}' for a,b,*_ in cases if f'{a}-{b}' in tested])
 def test_change(make, story): compare(make, story)
 
+def weighs(l): l.loss_func.func.weight = torch.tensor([1.,2.,3.,4.]).to(l.pred.device)
+def weighs_not(l): l.loss_func.func.weight = None
+
+def test_a_buffer_that_comes_and_goes(without_audits):
+    "A buffer that is `None` at first"
+    compare(learner, seq(lambda l: l.fit(1, 1e-2), during(weighs, weighs_not)))
+
 # Where the numbers are not the same
 
 def smoothed(losses, counted):

@@ -50,6 +50,7 @@ class Watch:
         self.user = [(m.__dict__, k) for m in ms if not is_library(type(m).__module__) for k in m.__dict__ if k not in _base_attrs]
         self.children = [d for m in ms for d in (m._modules, m._parameters, m._forward_hooks, m._forward_pre_hooks,
                                                  m._backward_hooks, m._backward_pre_hooks)] + _for_all
+        self.buffers = [m._buffers for m in ms if m._buffers]
         self.params = list(dict.fromkeys(p for o in modules for p in o.parameters()))
         self.classes = list(dict.fromkeys(map(type, ms)))   # whose `forward` may be replaced
 
@@ -59,6 +60,7 @@ class Watch:
         objs,vals = [d[k] for d,k in (*self.objects, *self.host)],[_type(d[k]) for d,k in self.user]
         vals += [d[k] for d,k in self.values] + [content(d[k]) for d,k in self.host]
         for d in self.children: objs += d.values()
+        for d in self.buffers: objs += map(type, d.values())   # a step may replace one; none is another matter
         objs += [c.forward for c in self.classes]
         vals += [len(d) for d in self.dicts] + [f(d[k]) for d,k,f in self.lists]
         for p in self.params:
