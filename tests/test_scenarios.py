@@ -29,11 +29,11 @@ _not_recorded = [
     ('a tensor on the CPU', 'lr_as_a_0_dim_tensor torch_lr_as_a_0_dim_tensor')]
 not_recorded = {n: why for why,names in _not_recorded for n in names.split()}
 
-def same(name, refused):
+def same(name, refused, retraced):
     "What the replayed scenario leaves is what the retraced one does; the learner, counts, and what has been left"
     s = scenarios[name]
     learn,counts,replayed = play(s)
-    diff = differences(play(s, replay=False)[2], replayed, s.tol)
+    diff = differences(retraced, replayed, s.tol)
     assert not diff, f'{len(diff)} differ from retraced steps: {diff[:3]}'
     assert not unexplained(learn, counts)
     report = learn.xla_report()
@@ -41,18 +41,18 @@ def same(name, refused):
     if name in refused: assert any(refused[name] in why for why in told), told
     return counts,told,replayed
 
+def retraced(name): return play(scenarios[name], replay=False)[2]
+
 @pytest.mark.parametrize('name', scenarios)
-def test_replayed_is_retraced_is_the_cpu(name):
-    counts,told,replayed = same(name, refused)
+def test_replayed_is_retraced_is_the_cpu(name, request):
+    plain = retraced(name)
+    counts,told,replayed = same(name, refused, plain)
     if scenarios[name].cpu:
         diff = differences(play(scenarios[name], on_xla=False)[2], replayed, 1e-4)
         assert not diff, f'{len(diff)} differ from the CPU: {diff[:3]}'
     if name not in refused: assert counts['replayed'] + counts['logged'] > counts['batches']/2, (counts, told)
-
-@pytest.mark.parametrize('name', scenarios)
-def test_recorded_is_retraced(name, recorded, without_audits):
-    "By guards alone"
-    same(name, not_recorded)
+    for fixture in ('recorded', 'without_audits'): request.getfixturevalue(fixture)
+    same(name, not_recorded, plain)   # by guards alone
 
 def test_what_a_step_makes_is_told_by_the_collector_itself(tmp_path):
     "Lists of its own, and those of others. In the tests' own process, `conftest.py` tells them another way"
@@ -63,8 +63,9 @@ from fastai_xla.capture import effects
 from fastai_xla.replay import Replay
 assert effects.gc.__name__ == 'gc'
 Replay.log_of = lambda self: None
-for name in {names}: test_scenarios.same(name, test_scenarios.not_recorded)
-assert not test_scenarios.same('list_made_within_the_step', {{}})[1]"""
+def same(name, refused): return test_scenarios.same(name, refused, test_scenarios.retraced(name))
+for name in {names}: same(name, test_scenarios.not_recorded)
+assert not same('list_made_within_the_step', {{}})[1]"""
     res = own_process.run(['-c', code], tmp_path, Path(__file__).parent)
     assert not res.returncode, res.stderr
 
