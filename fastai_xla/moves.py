@@ -93,6 +93,7 @@ def move_learner(
 ):
     "Move model and loss; hooks, gradients and the optimizer's state follow each parameter"
     now = _homes(learn)
+    refuse_lost([t for m in modules_of(learn) for t in (*m.parameters(), *m.buffers()) if is_xla(t)])
     if any(is_xla(p) != is_xla(device) for p in now.values()): _let_graphs_go(learn)
     if is_xla(device):
         _warn_of_shared(modules_of(learn))

@@ -1,7 +1,7 @@
 "What a fit finds after a detour: parts of the model that have been on the CPU, and fits that ended in an exception"
 from concurrent.futures import ThreadPoolExecutor
 
-import pytest, torch
+import own_process, pytest, torch
 from torch import nn
 from fastai.vision.all import *
 from fastai_xla.all import *
@@ -219,3 +219,37 @@ def test_a_second_thread_does_not_fit_at_the_same_time():
     with pytest.raises(RuntimeError, match='Fit one after the other'): others[0].result()
     assert_same(weights(learn), weights(plain))
     ThreadPoolExecutor(1).submit(learn.fit, 1).result()
+
+failing = '''
+from fastai.basics import *
+from fastai_xla.all import *
+from fastai_xla.lowerings.core import without_lowerings
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.l = nn.Linear(4, 4)
+        self.register_buffer('least', torch.tensor(.3, dtype=torch.float64))
+    def forward(self, x):
+        y = self.l(x)
+        return torch.where(y > 0, y, self.least).sum(1)
+
+items = [(torch.randn(4), torch.zeros(())) for _ in range(64)]
+dls = DataLoaders.from_dsets(items[:32], items[32:], bs=16, num_workers=0)
+learn = Learner(dls, Net(), loss_func=MSELossFlat(), opt_func=SGD).to_xla(replay={replay})
+learn.save('start')
+with learn.no_bar(), learn.no_logging():
+    with ExceptionExpected(RuntimeError, regex='incompatible size'), without_lowerings('types'): learn.fit(1)
+    for f in (learn.model.l.weight.cpu, learn.model.cpu, partial(learn.save, 'end'), partial(learn.fit, 1)):
+        with ExceptionExpected(RuntimeError, regex='is lost'): f()
+    learn.load('start')
+    learn.fit(1)
+assert learn.model.l.weight.isfinite().all()
+'''
+
+@pytest.mark.parametrize('replay', [False, True])
+def test_a_program_that_fails_does_not_end_the_process(replay, tmp_path):
+    "What it was to update is lost, as where the memory of a device does not suffice; `load` brings weights"
+    code = 'from fastcore.test import *\nimport warnings\nwarnings.simplefilter("ignore")' + failing.replace('{replay}', str(replay))
+    res = own_process.run(['-c', code], tmp_path, tmp_path)
+    assert not res.returncode, res.stderr
