@@ -65,8 +65,8 @@ def _put(whole, shards, places):
         else: whole[tuple(at)] = shard[tuple(slice(max(0, i.stop-i.start)) for i in at)]
     return whole
 
-_lost = ("the value of a tensor of shape {} is lost: a program that has failed, as where memory does not suffice, was to compute it, and what it "
-         "was to update went with it. The error before this one says why. Load the weights again (`learn.load`), or make the learner anew")
+_lost = ("the value of a tensor of shape {} is lost: the program that was to compute it has failed, as where memory does not suffice, or has taken "
+         "its memory for what it updates. An error before this one says why. Load the weights again (`learn.load`), or make the learner anew")
 
 def refuse_lost(
     ts:list, # XLA tensors that are about to be read

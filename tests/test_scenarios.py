@@ -54,6 +54,9 @@ def test_replayed_is_retraced_is_the_cpu(name, request):
     for fixture in ('recorded', 'without_audits'): request.getfixturevalue(fixture)
     same(name, not_recorded, plain)   # by guards alone
 
+@pytest.mark.parametrize('name', ['accumulates_from_zeros', 'accumulates_from_the_like_of_a_loss'])
+def test_nothing_is_retraced(name): assert not play(scenarios[name])[0].xla_report().plain
+
 def test_what_a_step_makes_is_told_by_the_collector_itself(tmp_path):
     "Lists of its own, and those of others. In the tests' own process, `conftest.py` tells them another way"
     names = [n for n,why in not_recorded.items() if why.startswith('changes a') or why.startswith('stores')]

@@ -183,11 +183,12 @@ def _collect(self:StepTrace, path, env, escaped):
     "What the step leaves behind, and the graph that it comes from"
     roots,at,known = [],{},self.given.at
     def root(t):
+        i = tensor_id(t)
         if not pending([t])[0]:
-            name = known.get(buffers([t])[0])
-            if name is None: raise Refused(f"a result of shape {tuple(t.shape)} is a tensor that the step was not given")
-            return name
-        if (i := tensor_id(t)) not in at: roots.append(t)
+            if (name := known.get(buffers([t])[0])) is not None: return name
+            if t.dim(): raise Refused(f"a result of shape {tuple(t.shape)} is a tensor that the step was not given")
+            t = t.clone()   # a number as a tensor, as `torch.zeros(())` gives it, is an input of the graph by itself
+        if i not in at: roots.append(t)
         return 'result',at.setdefault(i, len(roots)-1)
     self.left = StepLeft(self.given, self.steps.replaced, path, env, escaped, root)
     if not roots: raise Refused("the step computes nothing")

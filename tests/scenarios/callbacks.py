@@ -199,3 +199,23 @@ def _second(make):
 @scenario
 def second_torch_adam(): return _second(partial(torch.optim.Adam, lr=.1))
 scenarios['second_torch_adam'].seen = lambda l: l.aux.w.detach()
+
+def _accumulates(zero):
+    "Two batches to a step, and their loss, which begins anew with `zero`"
+    class Accumulates(Train):
+        order = 8
+        def before_fit(self):
+            self.n,self.sums = 0,[]
+            self.sum = torch.zeros((), device=self.model[1].weight.device)
+        def before_step(self):
+            self.n += 1
+            if self.n % 2:
+                self.sum = self.sum+self.loss.detach()
+                raise CancelBatchException()
+            self.sums.append(self.sum)
+            self.sum = zero(self.loss)
+    return learner(cbs=Accumulates(), opt_func=SGD)
+@scenario(seen=lambda l: [l.accumulates.sum, *l.accumulates.sums])
+def accumulates_from_zeros(): return _accumulates(lambda t: torch.zeros((), device=t.device))
+@scenario(seen=lambda l: [l.accumulates.sum, *l.accumulates.sums])
+def accumulates_from_the_like_of_a_loss(): return _accumulates(lambda t: torch.full_like(t.detach(), .5))
