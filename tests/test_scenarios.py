@@ -57,6 +57,10 @@ def test_replayed_is_retraced_is_the_cpu(name, request):
 @pytest.mark.parametrize('name', ['accumulates_from_zeros', 'accumulates_from_the_like_of_a_loss'])
 def test_nothing_is_retraced(name): assert not play(scenarios[name])[0].xla_report().plain
 
+def test_a_gradient_that_comes_is_told():
+    again = play(scenarios['accumulates_from_zeros'])[0].xla_report().again
+    assert any('`.grad` of a Parameter of shape' in why and 'None -> a tensor' in why for why in again), again
+
 def test_what_a_step_makes_is_told_by_the_collector_itself(tmp_path):
     "Lists of its own, and those of others. In the tests' own process, `conftest.py` tells them another way"
     names = [n for n,why in not_recorded.items() if why.startswith('changes a') or why.startswith('stores')]

@@ -74,6 +74,11 @@ class Outside(NamedTuple):
     no_grad: bool # Has it none?
     alone: bool # Is it a leaf without hooks?
     def __repr__(self): return f'a {self.cls.__name__} of shape {tuple(self.shape)} and {self.dtype}'
+    def changed(self, now):
+        "The first thing that is another, as a text"
+        k,a,b = first((k, a, b) for k,a,b in zip(self._fields, self, now) if a != b)
+        if k == 'no_grad': return f'`.grad` of {self}: ' + ('None -> a tensor' if a else 'a tensor -> None')
+        return f"{dict(grad='requires_grad', cls='type', alone='a leaf without hooks').get(k, k)} of {self}: {a} -> {b}"
 
 # %% ../../nbs/api/05ka_capture.arguments.ipynb #579cd6d8
 class Arguments:

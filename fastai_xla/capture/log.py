@@ -197,7 +197,6 @@ def _difference(self:Log, f, key):
 
 def _changed(was, now):
     "The first items that differ, as a text"
-    if type(was) is type(now) is Outside: return first(f'{k} of {was}: {a} -> {b}' for k,a,b in zip(was._fields, was, now) if a != b)
     if hasattr(was, 'changed') and type(was) is type(now): return was.changed(now)
     if isinstance(was, (list, tuple)) and isinstance(now, (list, tuple)) and len(was) == len(now):
         return first(_changed(a, b) for a,b in zip(was, now) if a != b) or ''
