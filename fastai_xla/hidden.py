@@ -18,7 +18,7 @@ from fastcore.all import *
 
 from .runtime import *
 from .transfer import *
-from .capture.effects import is_library
+from .capture.effects import functions_in, is_library
 
 # %% ../nbs/api/06a_hidden.ipynb #4c1d0b06
 def _user_methods(cls):
@@ -75,13 +75,29 @@ def moved_text(
             f"does not move; {'it has' if len(names) == 1 else 'they have'} been moved to {device}. "
             f"`self.register_buffer('{names[0].split('.')[-1]}', tensor, persistent=False)` makes a tensor go wherever the model goes.")
 
+def _named(name, o):
+    "What `o` and its modules keep in plain attributes, and what a function names: pairs of a name and a value"
+    holders = [(f'{name}.{n}' if n else name, m) for n,m in o.named_modules()] if isinstance(o, nn.Module) else [(name, o)]
+    found = [(f'{n}.{k}', v) for n,m in holders for k,v in vars(m).items() if k not in _base_attrs and k != 'learn']
+    fs = [o, *(type(m).forward for _,m in holders if isinstance(m, nn.Module) and not is_library(type(m).__module__))]
+    return found + [(n, v) for f in fs for _,names in functions_in(f) for n,vs in names.items() for v in vs]
+
+def _on_cpu(v):
+    "Are there weights, or tensors, on the CPU in it?"
+    nets = [o for o in (v if isinstance(v, (list, tuple)) else [v]) if isinstance(o, nn.Module)]
+    if any(p.device.type == 'cpu' for m in nets for p in m.parameters()): return 'weights'
+    return 'tensors' if _may_hold(v) and any(not is_xla(t) for t in _tensors(v)) else ''
+
+_advice = dict(
+    weights="On the CPU are the weights of {0}. `to_xla` moves the model, and the loss where it is a module; what others hold it does "
+            "not know: `{1}.to('xla')` before the fit moves them.",
+    tensors="On the CPU are still: {0}. A plain attribute does not move with its module. Write "
+            "`self.register_buffer('{2}', tensor, persistent=False)` in `__init__`, or `.to(x.device)` where it is used.")
+
 def on_host_text(
-    roots:dict, # Name -> module, or another object
-) -> str: # What to add to an error; empty where no tensor is on the host
-    "Which attributes are tensors on the CPU, and what to type instead"
-    names = [f"{name}{'.'+n if n else ''}.{k}" for name,o in roots.items()
-             for n,m,k in plain_tensors(o) if any(not is_xla(t) for t in _tensors(m.__dict__[k]))]
-    if not names: return ''
-    return (f"On the CPU are still: {', '.join(names)}. A plain attribute does not move with its module. Write "
-            f"`self.register_buffer('{names[0].split('.')[-1]}', tensor, persistent=False)` in `__init__`, "
-            "or `.to(x.device)` where it is used.")
+    roots:dict, # Name -> module, a function, or another object
+) -> str: # What to add to an error; empty where nothing is on the host
+    "Which attributes, and names in functions, are tensors or weights on the CPU, and what to type instead"
+    found = [(n, _on_cpu(v)) for name,o in roots.items() for n,v in _named(name, o)]
+    names = {kind: [n for n,k in found if k == kind] for kind in _advice}
+    return '\n'.join(text.format(', '.join(ns), ns[0], ns[0].split('.')[-1]) for kind,text in _advice.items() if (ns := names[kind]))

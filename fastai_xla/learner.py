@@ -220,7 +220,7 @@ def _do_fit(self:Learner):
     except BaseException as e:
         roots = (dict(model=self.model, loss_func=self.loss_func)
                  | {type(cb).__name__: cb for cb in self.cbs if not is_library(type(cb).__module__)})
-        where = on_host_text(roots) if 'XLA tensor' in str(e) else ''
+        where = on_host_text(roots) if any(o in str(e) for o in ('XLA tensor', 'not allocated')) else ''
         _recover(self)
         if where: raise RuntimeError(f'{e}\n{where}') from e
         raise
