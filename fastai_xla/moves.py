@@ -76,8 +76,8 @@ def _warn_of_aliases(learn):
     ps = {memory_of(p): (n, p) for m in modules_of(learn) for n,p in m.named_parameters() if _on_host(p)}
     taken = {n: ps[memory_of(t)] for n,t in _taken(learn) if memory_of(t) in ps and t is not ps[memory_of(t)][1]} if ps else {}
     for n,(name,_) in taken.items():
-        warnings.warn(f"`{n}` is an alias of the parameter `{name}`, as `p.detach()` makes one. On XLA, as on CUDA, it stays on the host and "
-                      "keeps the values of now, where on the CPU it follows the parameter. Take it anew in each step, or "
+        warnings.warn(f"`{n}` is an alias of the parameter `{name}`, as `p.detach()` makes one. On XLA, as on CUDA, it stays on the host "
+                      "and keeps the values of now, where on the CPU it follows the parameter. Take it anew in each step, or "
                       "`clone()` it where the values of now are meant.")
 
 # %% ../nbs/api/06e_moves.ipynb #b3dd8b73

@@ -57,16 +57,10 @@ def functional(
     made = isinstance(o, torch.Tensor) and is_xla(o) and not has_xla(args) and not torch._is_functional_tensor(o)
     return torch._to_functional_tensor(o) if made else o
 
-# %% ../nbs/api/00a_transfer.ipynb #98feb4e3
-def _put(whole, shards, places):
-    "Put the shards of a tensor where they belong in the `whole`; those of a split that is uneven are padded"
-    for (shard,_),(_,at) in zip(shards, places):
-        if at is Ellipsis: whole.copy_(shard)
-        else: whole[tuple(at)] = shard[tuple(slice(max(0, i.stop-i.start)) for i in at)]
-    return whole
-
-_lost = ("the value of a tensor of shape {} is lost: the program that was to compute it has failed, as where memory does not suffice, or has taken "
-         "its memory for what it updates. An error before this one says why. Load the weights again (`learn.load`), or make the learner anew")
+# %% ../nbs/api/00a_transfer.ipynb #98feb4e2
+_lost = ("the value of a tensor of shape {} is lost: the program that was to compute it has failed, as where memory does not suffice, or "
+         "has taken its memory for what it updates. An error before this one says why. Load the weights again (`learn.load`), "
+         "or make the learner anew")
 
 def refuse_lost(
     ts:list, # XLA tensors that are about to be read
@@ -77,6 +71,14 @@ def refuse_lost(
         lost = first(t for t in ts if _XLAC._is_placecholder(t))
         if lost is not None: raise RuntimeError(_lost.format(tuple(lost.shape)))
     return ts
+
+# %% ../nbs/api/00a_transfer.ipynb #98feb4e3
+def _put(whole, shards, places):
+    "Put the shards of a tensor where they belong in the `whole`; those of a split that is uneven are padded"
+    for (shard,_),(_,at) in zip(shards, places):
+        if at is Ellipsis: whole.copy_(shard)
+        else: whole[tuple(at)] = shard[tuple(slice(max(0, i.stop-i.start)) for i in at)]
+    return whole
 
 def _fetch(ts):
     "Tensors on the host. Those that are split over devices come in shards: else torch_xla compiles a program for each, to gather it"

@@ -54,19 +54,21 @@ class Watch:
         self.params = list(dict.fromkeys(p for o in modules for p in o.parameters()))
         self.classes = list(dict.fromkeys(map(type, ms)))   # whose `forward` may be replaced
 
-    def now(self) -> tuple: # Objects, to be compared by identity, and values
-        "All of it as it is now"
-        # types first: a tensor in the place of a number is not compared with it
-        objs,vals = [d[k] for d,k in (*self.objects, *self.host)],[_type(d[k]) for d,k in self.user]
-        vals += [d[k] for d,k in self.values] + [content(d[k]) for d,k in self.host]
-        for d in self.children: objs += d.values()
-        for d in self.buffers: objs += map(type, d.values())   # a step may replace one; none is another matter
-        objs += [c.forward for c in self.classes]
-        vals += [len(d) for d in self.dicts] + [f(d[k]) for d,k,f in self.lists]
-        for p in self.params:
-            vals += (p.requires_grad, p.grad is None, p.requires_grad or is_cleared(p),
-                     p.dtype, p.shape, len(p._backward_hooks or ()), len(p._post_accumulate_grad_hooks or ()))
-        return [*self.roots, *objs],vals
+# %% ../../nbs/api/05e_capture.watch.ipynb #28fd6637
+@patch
+def now(self:Watch) -> tuple: # Objects, to be compared by identity, and values
+    "All of it as it is now"
+    # types first: a tensor in the place of a number is not compared with it
+    objs,vals = [d[k] for d,k in (*self.objects, *self.host)],[_type(d[k]) for d,k in self.user]
+    vals += [d[k] for d,k in self.values] + [content(d[k]) for d,k in self.host]
+    for d in self.children: objs += d.values()
+    for d in self.buffers: objs += map(type, d.values())   # a step may replace one; none is another matter
+    objs += [c.forward for c in self.classes]
+    vals += [len(d) for d in self.dicts] + [f(d[k]) for d,k,f in self.lists]
+    for p in self.params:
+        vals += (p.requires_grad, p.grad is None, p.requires_grad or is_cleared(p),
+                 p.dtype, p.shape, len(p._backward_hooks or ()), len(p._post_accumulate_grad_hooks or ()))
+    return [*self.roots, *objs],vals
 
 def same(
     a:tuple, # From `Watch.now`

@@ -98,7 +98,8 @@ division = Lowering('division', lambda: True, 'the quotient of two complex numbe
 def _division(a, b):
     div,is_complex = torch.ops.aten.div.Tensor_mode,b.is_complex() if isinstance(b, torch.Tensor) else isinstance(b, complex)
     if not is_complex:
-        if not (a.is_floating_point() or a.is_complex() or isinstance(b, torch.Tensor)): a = a.to(torch.get_default_dtype())   # 300 is no byte
+        whole = not (a.is_floating_point() or a.is_complex())
+        if whole and not isinstance(b, torch.Tensor): a = a.to(torch.get_default_dtype())   # 300 is no byte
         if not a.is_complex(): return div(a, b, rounding_mode=None)
         by = b.unsqueeze(-1) if isinstance(b, torch.Tensor) else b
         return torch.view_as_complex(div(torch.view_as_real(a), by, rounding_mode=None))
@@ -252,7 +253,9 @@ edges = Lowering('edges', lambda: True, '`roll` of nothing ends the process; `>>
 def _roll(x, shifts, dims=()):
     return as_before(torch.ops.aten.roll.default, x, shifts, dims) if x.numel() else x.clone()
 
-def _shifted(x, by): return torch.div(x.long(), 2**(by.long() if isinstance(by, torch.Tensor) else by), rounding_mode='floor').to(torch.result_type(x, by))
+def _shifted(x, by):
+    n = by.long() if isinstance(by, torch.Tensor) else by
+    return torch.div(x.long(), 2**n, rounding_mode='floor').to(torch.result_type(x, by))
 edges.kernel('__rshift__.Scalar', '__rshift__.Tensor', 'bitwise_right_shift.Tensor', 'bitwise_right_shift.Tensor_Scalar')(_shifted)
 
 def _of_rank(op): return lambda x, t: as_before(op, *torch.broadcast_tensors(*(o.to(torch.result_type(x, t)) for o in (x, t))))
