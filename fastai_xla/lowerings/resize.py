@@ -48,8 +48,10 @@ _ops = dict(upsample_nearest='upsample_nearest1d', _upsample_nearest_exact='_ups
 
 def _resize(op, x, sizes_in, sizes_out, args, scales, transposed):
     y = x if x.dtype == torch.float64 else x.float()
-    for d,(i,o,s) in enumerate(zip(sizes_in, sizes_out, scales), 2):
-        if i != o or s not in (None, 1.): y = _mix(y, d, *_taps(op, i, o, args, s, transposed, y.dtype, x.device))
+    for d,(i,o,s) in reversed([*enumerate(zip(sizes_in, sizes_out, scales), 2)]):
+        if i == o and s in (None, 1.): continue
+        y = _mix(y, d, *_taps(op, i, o, args, s, transposed, y.dtype, x.device))
+        if x.dtype == torch.uint8: y = (y+.5).floor().clamp(0, 255)   # as the CPU, after the columns and after the rows
     return y.to(x.dtype)
 
 def _forward_of(op, k, aligned):
