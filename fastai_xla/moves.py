@@ -16,6 +16,7 @@ from fastcore.all import *
 from fastai.learner import Learner
 
 from .runtime import *
+from .runtime import _takers
 from .shared import memory_of
 from .transfer import *
 from .compat.optimizer import *
@@ -93,7 +94,8 @@ def move_learner(
 ):
     "Move model and loss; hooks, gradients and the optimizer's state follow each parameter"
     now = _homes(learn)
-    refuse_lost([t for m in modules_of(learn) for t in (*m.parameters(), *m.buffers()) if is_xla(t)])
+    ts = [] if _takers else [t for m in modules_of(learn) for t in (*m.parameters(), *m.buffers()) if is_xla(t)]
+    refuse_lost(ts)   # what is only compiled has no values
     if any(is_xla(p) != is_xla(device) for p in now.values()): _let_graphs_go(learn)
     if is_xla(device):
         _warn_of_shared(modules_of(learn))
