@@ -16,7 +16,13 @@ from ..runtime import *
 from .core import *
 
 # %% ../../nbs/api/01ja_lowerings.types.ipynb #a1db0006
-types = Lowering('types', lambda: True, 'operands of two types give the type of the first, or one that the result does not say')
+_kernels = {}   # name -> torch_xla's own
+
+def _keep():
+    _kernels.update({n: torch.library.get_kernel(f'aten::{n}', 'XLA') for n in _operands})
+    return True
+
+types = Lowering('types', _keep, 'operands of two types give the type of the first, or one that the result does not say')
 
 _keys = torch._C.DispatchKeySet(torch._C.DispatchKey.XLA)
 _by_torch = ELEMENTWISE_TYPE_PROMOTION_KIND.NO_OPMATH
@@ -36,9 +42,9 @@ def _as_one(os, wrap):
     return list(map(one, os))
 
 def _promoted(name, at):
-    kernel = torch.library.get_kernel(f'aten::{name}', 'XLA')
     wrap = name.endswith(('.Tensor', '.Tensor_Tensor', '.self'))
-    def _kernel(*args, **kwargs): return kernel.call_boxed(_keys, *args[:at.start], *_as_one(args[at], wrap), *args[at.stop:], **kwargs)
+    def _kernel(*args, **kwargs):
+        return _kernels[name].call_boxed(_keys, *args[:at.start], *_as_one(args[at], wrap), *args[at.stop:], **kwargs)
     return _kernel
 
 # %% ../../nbs/api/01ja_lowerings.types.ipynb #a1db0008
