@@ -54,6 +54,8 @@ class States:
 _too_often = ("{}, an attribute of the model, the loss or a callback, has another value time and again; a number that "
               "changes may be one of the learner's, as `learn.alpha`: those are inputs of the recording")
 
+def _from_to(k, was, now): return f'{k} {was} -> {now}'[:80] if was != now else f'{k}, another {now}'
+
 class Again:
     "What is recorded again, and why"
     def __init__(self):
@@ -67,11 +69,11 @@ class Again:
 
     def note(self,
         kind:tuple, # Kind of batch
-        now:dict, # Place of a setting -> its name and value
+        now:dict, # Place of a setting -> its name, what is compared of its value, and the value as a text
     ) -> str:
         "Why a batch with a new key is not recorded; empty if it may be"
         was,self.settings[kind] = self.settings.get(kind, {}),now
-        changed = {k: f'{k} {was[at][1]!r} -> {v!r}'[:80] for at,(k,v) in now.items() if at in was and was[at][1] != v}
+        changed = {k: _from_to(k, was[at][2], text) for at,(k,v,text) in now.items() if at in was and was[at][1] != v}
         self.changed[kind] = list(changed.values())
         # once more where the batch transforms cannot be part of the step: with nothing changed
         self.names = ', '.join(changed) or self.names
@@ -201,8 +203,11 @@ def find(self:Kinds,
 def _add(self:Kinds, key):
     "A new kind of batch, which may be one with yet another setting"
     self._forget()
-    places = *self.states.watch.values,*self.step.parts.settings.plain
-    why = self.again.note(key['the batch'], {(id(d), k): (k, d[k]) for d,k in places if k in d})
+    watch = self.states.watch
+    now = {(id(d), k): (k, d[k], repr(d[k])) for d,k in (*watch.values, *self.step.parts.settings.plain) if k in d}
+    now |= {(id(d), k): (k, repr(d[k]), repr(d[k])) for d,k,_ in watch.lists if k in d}
+    now |= {(id(d), k): (k, id(d[k]), type(d[k]).__name__) for d,k in (*watch.objects, *watch.host) if k in d}
+    why = self.again.note(key['the batch'], now)
     if why: self.moving.add(why)
     self.recs[key] = why or []
 
