@@ -45,7 +45,17 @@ def _returned(learn, now):
         if q is None or q in known or p in here or q.shape != p.shape: continue   # gone, tied or replaced by the user
         if q.device == p.device and not together: continue   # replaced as well: it comes from nowhere else
         m._parameters[n] = res.setdefault(p, q)
+    if together and not _alike(res): warnings.warn(_assigned)
     return res
+
+_assigned = ("All parameters of the model are other tensors than before, with other values. The optimizer goes on with these. Where "
+             "`load_state_dict(..., assign=True)` has put them there, an optimizer on the CPU goes on with the old ones, and the model is "
+             "trained no longer: without `assign` the parameters stay, and take the values.")
+
+def _alike(new):
+    "Has each parameter the values of the one that is in its place now?"
+    was,now = fetch([[p.detach() for p in ps] for ps in (new.keys(), new.values())])
+    return all(map(torch.equal, was, now))
 
 # %% ../nbs/api/06e_moves.ipynb #b3dd8b74
 def _warn_of_shared(modules):
