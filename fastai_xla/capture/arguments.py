@@ -70,15 +70,15 @@ class Outside(NamedTuple):
     cls: type
     shape: torch.Size
     dtype: torch.dtype
-    grad: bool # Does it require a gradient?
-    no_grad: bool # Has it none?
+    requires_grad: bool
+    no_grad: bool # Has it no `.grad`?
     alone: bool # Is it a leaf without hooks?
     def __repr__(self): return f'a {self.cls.__name__} of shape {tuple(self.shape)} and {self.dtype}'
     def changed(self, now):
         "The first thing that is another, as a text"
         k,a,b = first((k, a, b) for k,a,b in zip(self._fields, self, now) if a != b)
-        if k == 'no_grad': return f'`.grad` of {self}: ' + ('None -> a tensor' if a else 'a tensor -> None')
-        return f"{dict(grad='requires_grad', cls='type', alone='a leaf without hooks').get(k, k)} of {self}: {a} -> {b}"
+        if k == 'no_grad': k,a,b = '`.grad`',*(('None', 'a tensor') if a else ('a tensor', 'None'))
+        return f'{k} of {self}: {a} -> {b}'
 
 # %% ../../nbs/api/05ka_capture.arguments.ipynb #579cd6d8
 class Arguments:
@@ -103,7 +103,6 @@ class Arguments:
         del self.outside[n[2]:]
 
     def so_far(self): return len(self.nums),len(self.hosts),len(self.outside)
-
     def is_parted(self, a): return (r := self.parted.get(id(a))) is not None and r() is a
 
     def part(self,
@@ -117,8 +116,7 @@ class Arguments:
 @patch
 def _leaf(self:Arguments, a):
     "What is compared of a tensor"
-    i = self.at.get(id(a))
-    if i is not None:
+    if (i := self.at.get(id(a))) is not None:
         self.saw_xla = True
         return i,
     if type(a) in (T, P): return self._new_leaf(a)
@@ -159,8 +157,7 @@ def _skeleton(self:Arguments, args):
     for a in args:
         t = type(a)
         if t is T or t is P:
-            i = at.get(id(a))
-            if i is None: out.append(self._leaf(a))
+            if (i := at.get(id(a))) is None: out.append(self._leaf(a))
             else:
                 self.saw_xla = True
                 out.append((i,))
