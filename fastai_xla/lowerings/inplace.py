@@ -16,7 +16,7 @@ from ..shared import *
 from .core import *
 
 # %% ../../nbs/api/01o_lowerings.inplace.ipynb #a1ea0006
-inplace = Lowering('inplace', lambda: True, 'the shape of `addcmul_`, `addcdiv_`, `lerp_` is computed in Python, in twice the time of the rest')
+inplace = Lowering('inplace', lambda: True, 'the shape of `addcmul_`, `addcdiv_` and `lerp_` is computed in Python, which takes long')
 
 def _is_plain(x, ts):
     "Is `x` no view, and does no gradient flow through the call?"
