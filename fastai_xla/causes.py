@@ -56,6 +56,10 @@ class Site(NamedTuple):
     @property
     def via(self) -> str: return _place(self.library) if self.user and self.library else ''
 
+def _passes_on(code):
+    "Does it call torch's own operator in the place of itself?"
+    return code.co_name in ('__torch_function__', 'as_before') or code.co_filename.endswith('lowerings/inplace.py')
+
 def site_of(
     frame, # Where the call comes from
     outside=(), # `id`s of frames that are not looked at
@@ -65,7 +69,7 @@ def site_of(
     while frame is not None and id(frame) not in outside:
         whose = _whose(frame.f_code.co_filename)
         if whose == 'user': return Site((frame.f_code, frame.f_lineno), lib)
-        if whose == 'library' and lib is None and frame.f_code.co_name != '__torch_function__': lib = (frame.f_code, frame.f_lineno)
+        if whose == 'library' and lib is None and not _passes_on(frame.f_code): lib = (frame.f_code, frame.f_lineno)
         frame = frame.f_back
     return Site(None, lib)
 

@@ -12,6 +12,7 @@ import torch
 from fastcore.all import *
 
 from ..runtime import *
+from ..mesh import *
 from ..shared import *
 from .core import *
 
@@ -19,9 +20,9 @@ from .core import *
 inplace = Lowering('inplace', lambda: True, 'the shape of `addcmul_`, `addcdiv_` and `lerp_` is computed in Python, which takes long')
 
 def _is_plain(x, ts):
-    "Is `x` no view, and does no gradient flow through the call?"
+    "Is `x` no view, on one device, and does no gradient flow through the call?"
     graph = torch.is_grad_enabled() and any(t.requires_grad for t in (x, *ts))
-    if graph or in_transform() or torch.is_inference_mode_enabled(): return False
+    if graph or mesh() or in_transform() or torch.is_inference_mode_enabled(): return False
     return torch._is_functional_tensor(x) and is_whole(x)
 
 def _in_place(new, own):

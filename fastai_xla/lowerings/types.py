@@ -34,12 +34,17 @@ def _result_type(os):
 def _as_one(os, wrap):
     "Tensors of one type and on one device; numbers too where `wrap`, otherwise they stay, as `None` does"
     ts = [o for o in os if isinstance(o, torch.Tensor)]
-    if len(ts) == len(os) and len({t.dtype for t in ts}) == 1 and all(t.is_xla for t in ts): return os
+    alike = len({t.dtype for t in ts}) == 1 and all(t.is_xla for t in ts)
+    if alike and len(ts) == len(os): return os
+    if alike and ts[0].is_floating_point() and not any(isinstance(o, complex) for o in os):   # whatever the numbers are
+        return [_scalar(o, ts[0].dtype) for o in os] if wrap else os
     dtype,at = _result_type([o for o in os if o is not None]),next(t.device for t in ts if t.is_xla)
-    def one(o):
-        if isinstance(o, torch.Tensor): return o.to(at, dtype)
-        return torch.tensor(o, dtype=dtype, device='cpu') if wrap and o is not None else o   # one of the graph's scalars
-    return list(map(one, os))
+    os = [o.to(at, dtype) if isinstance(o, torch.Tensor) else o for o in os]
+    return [_scalar(o, dtype) for o in os] if wrap else os
+
+def _scalar(o, dtype):
+    "A number as one of the graph's scalars; else as it is"
+    return o if o is None or isinstance(o, torch.Tensor) else torch.tensor(o, dtype=dtype, device='cpu')
 
 def _promoted(name, at):
     wrap = name.endswith(('.Tensor', '.Tensor_Tensor', '.self'))
