@@ -11,7 +11,6 @@ __all__ = ['modules_of', 'move_learner']
 import warnings
 
 import torch
-from torch import nn
 from fastcore.all import *
 from fastai.learner import Learner
 
@@ -20,7 +19,7 @@ from .runtime import _takers
 from .shared import memory_of
 from .transfer import *
 from .compat.optimizer import *
-from .capture.effects import functions_in
+from .hidden import named_values
 from .capture.state import flatten
 from .learner_step import *
 
@@ -70,15 +69,10 @@ def _warn_of_shared(modules):
                       "`clone()` the values where they are meant to part.")
 
 # %% ../nbs/api/06e_moves.ipynb #b3dd8b77
-_parts = {*vars(nn.Module()), 'learn'}   # what a module has by itself, and what each callback has
-
 def _taken(learn):
-    "Tensors that callbacks, the loss and modules keep as plain attributes, and those that a loss function names: name -> tensor"
-    owners = [*learn.cbs, learn.loss_func, *(m for o in modules_of(learn) for m in o.modules())]
-    found = {f'{type(o).__name__}.{k}': v for o in owners for k,v in getattr(o, '__dict__', {}).items() if k not in _parts}
-    found |= {n: v for _,names in functions_in(learn.loss_func) for n,vs in names.items() for v in vs}
-    leaves = {n: flatten(v)[0] for n,v in found.items() if isinstance(v, (torch.Tensor, list, tuple, dict))}
-    return [(n, t) for n,ts in leaves.items() for t in ts if _on_host(t)]
+    "Tensors that callbacks, the loss and modules keep as plain attributes, and that functions of these name: pairs of a name and a tensor"
+    found = [o for owner in (*learn.cbs, learn.loss_func, learn.model) for o in named_values(type(owner).__name__, owner)]
+    return [(n, t) for n,v in found if isinstance(v, (torch.Tensor, list, tuple, dict)) for t in flatten(v)[0] if _on_host(t)]
 
 def _on_host(t): return isinstance(t, torch.Tensor) and t.device.type == 'cpu' and t.layout == torch.strided and t.numel() > 0
 

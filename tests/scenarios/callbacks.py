@@ -219,3 +219,12 @@ def _accumulates(zero):
 def accumulates_from_zeros(): return _accumulates(lambda t: torch.zeros((), device=t.device))
 @scenario(seen=lambda l: [l.accumulates.sum, *l.accumulates.sums])
 def accumulates_from_the_like_of_a_loss(): return _accumulates(lambda t: torch.full_like(t.detach(), .5))
+
+@scenario(seen=lambda l: l.keeps.kept)
+def numbers_made_in_the_step_and_kept():
+    class Keeps(Train):
+        def before_fit(self): self.kept = []
+        def before_step(self):
+            at = self.loss.device
+            self.kept += [torch.full((), .1*self.train_iter, device=at), torch.tensor(float(self.train_iter), device=at)]
+    return learner(cbs=Keeps())
