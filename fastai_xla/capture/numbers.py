@@ -177,7 +177,7 @@ def _may_change(name, m):
     "May a module get other names once it is there, as a notebook does?"
     if name == '__main__': return True
     file = getattr(m, '__file__', None)
-    return bool(file) and 'site-packages' not in file and name.partition('.')[0] not in sys.stdlib_module_names
+    return bool(file) and 'site-packages' not in file and name.partition('.')[0] not in (*sys.stdlib_module_names, 'fastai_xla')
 
 @lru_cache(1)
 def _modules(n):

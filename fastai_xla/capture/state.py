@@ -154,7 +154,7 @@ class Kept:
         ts:list, # XLA tensors that are computed
     ):
         self.ts,self.ids,self.buffers = ts,[tensor_id(t) for t in ts],buffers(ts)
-        with torch.no_grad(): self.copies = [t.detach().clone() for t in ts]
+        with torch.no_grad(): self.copies = [t.clone() for t in ts]
         # a view that has been changed in place is computed from its base again, and its copy would be the base's
         odd = bool(ts) and not {*self.buffers} <= {*buffers(graph_inputs(self.copies)[1])}
         self.views = {i for i,c in enumerate(self.copies) if buffers(graph_inputs([c])[1]) != [self.buffers[i]]} if odd else set()
@@ -195,8 +195,6 @@ class Memory:
         self.weights = {i for i,(t,rs) in enumerate(zip(self.tensors, self.readers))
                         if any(f is item and id(at[0]) in places.of_modules for f,*at in rs)
                         and (t.requires_grad or not isinstance(t, nn.Parameter))}
-        self.names = [{(f, *map(id, at)): (f, *at) for f,*at in rs} for rs in self.readers]
-        self.buffers = buffers(self.tensors)
         self.host = [(t, t.detach().clone(), path) for *_,t,path in places.tensors if not is_xla(t)]
         self.elsewhere = live_tensors([*self.tensors, *inputs], everything := all_tensors()) if search else (everything := [])
         self.inputs = [(t, t.grad, t.requires_grad) for t in inputs if t.is_leaf]

@@ -84,7 +84,8 @@ class Trace:
             c = xla_counts() - c0
             if c.fallbacks: raise Refused(f"operators without an XLA kernel run on the CPU: {', '.join(c.fallbacks)}")
             if c.executions or c.to_host: raise Refused("the value of a tensor is read within the step")
-            self._changed(before, places(), numbers)
+            same = all(d.keys() == was.keys() for d,was in self.memory.held)   # to look through all places takes long
+            self._changed(before, before if same else places(), numbers)
             self._sort_inputs(self._collect(outs))
             then(self)
         finally:
@@ -142,7 +143,7 @@ def _changed(self:Trace, before, after, numbers):
         if not torch.equal(t, was): raise Refused(f"{path}, a tensor on the CPU, changes within the step")
     ts,left = self.memory.tensors,self.left
     left.updated = [i for i,p in enumerate(pending(ts)) if p]
-    fresh = [t for t,p,b in zip(ts, pending(ts), self.memory.buffers) if not p and buffers([t])[0] != b]
+    fresh = [t for t,p,b in zip(ts, pending(ts), self.memory.kept.buffers) if not p and buffers([t])[0] != b]
     if lost := self.memory.changed_elsewhere():
         raise Refused(f"the step changes a tensor of shape {tuple(lost[0].shape)} that is neither the model's, the loss's nor its "
                       "optimizer's, nor an attribute of a callback; keep it in one of those")
@@ -223,11 +224,12 @@ def _collect(self:Trace, outs):
 def _sort_inputs(self:Trace, roots):
     "What each input of the graph is: random state, batch, state or constant"
     state,seeds = {},{s: j for j,s in enumerate(self.seeds)}
-    for i,b in enumerate(self.memory.buffers): state.setdefault(b, ('state', []))[1].append(i)
+    for i,b in zip(range(len(self.memory.tensors)), self.memory.kept.buffers): state.setdefault(b, ('state', []))[1].append(i)
     batch = {b: ('batch', k) for k,b in enumerate(self.given)}
     graph = self.graph = TracedGraph(roots, state | batch, lambda t: seeds[t.item() % 2**64] if len(seeds) > 1 else 0)
     # all places where an input was found
-    self.names = [{n: r for i in at for n,r in self.memory.names[i].items()} if kind == 'state'
+    def names(i): return {(f, *map(id, o)): (f, *o) for f,*o in self.memory.readers[i]}
+    self.names = [{n: r for i in at for n,r in names(i).items()} if kind == 'state'
                   else {(kind, at): None} for kind,at in graph.sources]
     consts = {k: (c.item(), c.dtype) for k,c in graph.consts.items() if not c.dim()}
     shown = {dtype: _held(self.tape.shown, dtype) for _,dtype in consts.values()}

@@ -21,8 +21,10 @@ from .core import *
 copies = Lowering('copies', lambda: True,
                   'a copy shares the memory of what is copied once it has been read, and that is gone after the next update in place')
 
+_view_copy = torch.ops.aten.view_copy.default
+
 @copies.kernel('clone', inference=False)
-def _clone(self, memory_format=None): return torch.ops.aten.view_copy(self, self.shape)
+def _clone(self, memory_format=None): return _view_copy(self, self.shape)
 
 @copies.kernel('copy', inference=False)
 def _copy(self, src, non_blocking=False):

@@ -9,6 +9,7 @@ __all__ = ['inplace']
 
 # %% ../../nbs/api/01o_lowerings.inplace.ipynb #a1ea0003
 import torch
+from torch.autograd import forward_ad
 from fastcore.all import *
 
 from ..runtime import *
@@ -20,23 +21,24 @@ from .core import *
 inplace = Lowering('inplace', lambda: True, 'the shape of `addcmul_`, `addcdiv_` and `lerp_` is computed in Python, which takes long')
 
 def _is_plain(x, ts):
-    "Is `x` no view, on one device, and does no gradient flow through the call?"
+    "Is `x` no part of another tensor, on one device, and does no gradient flow through the call?"
     graph = torch.is_grad_enabled() and any(t.requires_grad for t in (x, *ts))
-    if graph or mesh() or in_transform() or torch.is_inference_mode_enabled(): return False
-    return torch._is_functional_tensor(x) and is_whole(x)
+    forward = forward_ad._current_level >= 0   # a derivative may flow unseen
+    if graph or forward or mesh() or in_transform() or torch.is_inference_mode_enabled(): return False
+    return torch._is_functional_tensor(x) and (is_whole(x) or is_detached(x))
 
 def _in_place(new, own):
     def _kernel(x, *args, **kwargs):
         if _is_plain(x, [a for a in args if isinstance(a, torch.Tensor)]):
             with torch._C._AutoDispatchBelowAutograd(): y = new(x, *args, **kwargs)
             if y.shape == x.shape and y.dtype == x.dtype:
-                put_value(x, y)
+                put_whole(x, y)
                 torch.autograd.graph.increment_version(x)
                 return x
         return as_before(own, x, *args, **kwargs)
     return _kernel
 
-for _op in ('addcmul.default', 'addcdiv.default', 'lerp.Scalar', 'lerp.Tensor'):
+for _op in 'addcmul.default addcdiv.default lerp.Scalar lerp.Tensor'.split():
     _name,_overload = _op.split('.')
     _new,_own = (getattr(getattr(torch.ops.aten, n), _overload) for n in (_name, f'{_name}_'))
     inplace.kernel(f'{_name}_' if _overload == 'default' else f'{_name}_.{_overload}', key='AutogradXLA')(_in_place(_new, _own))

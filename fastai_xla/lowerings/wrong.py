@@ -94,17 +94,23 @@ def _abs(x):
 # %% ../../nbs/api/01j_lowerings.wrong.ipynb #b2c1ab33
 division = Lowering('division', lambda: True, 'the quotient of two complex numbers is the real part of it')
 
-@division.kernel('div.Tensor', views=True, inference=False)
+_div = torch.ops.aten.div.Tensor_mode
+def _is_complex(o): return o.is_complex() if isinstance(o, torch.Tensor) else isinstance(o, complex)
+
+@division.kernel('div.Tensor', inference=False)
 def _division(a, b):
-    div,is_complex = torch.ops.aten.div.Tensor_mode,b.is_complex() if isinstance(b, torch.Tensor) else isinstance(b, complex)
-    if not is_complex:
-        whole = not (a.is_floating_point() or a.is_complex())
-        if whole and not isinstance(b, torch.Tensor): a = a.to(torch.get_default_dtype())   # 300 is no byte
-        if not a.is_complex(): return div(a, b, rounding_mode=None)
-        by = b.unsqueeze(-1) if isinstance(b, torch.Tensor) else b
-        return torch.view_as_complex(div(torch.view_as_real(a), by, rounding_mode=None))
+    if _is_complex(a) or _is_complex(b): return _of_complex(a, b)
+    if not (isinstance(b, torch.Tensor) or a.is_floating_point()): a = a.to(torch.get_default_dtype())   # 300 is no byte
+    return _div(a, b, rounding_mode=None)
+
+@with_views
+def _of_complex(a, b):
     at,dtype = next(o.device for o in (a, b) if isinstance(o, torch.Tensor) and is_xla(o)),torch.result_type(a, b)
-    a,b = a.to(at, dtype),torch.as_tensor(b, dtype=dtype, device=at)
+    a = a.to(at, dtype)
+    if not _is_complex(b):
+        by = b.to(at, dtype.to_real()).unsqueeze(-1) if isinstance(b, torch.Tensor) else b
+        return torch.view_as_complex(_div(torch.view_as_real(a), by, rounding_mode=None))
+    b = torch.as_tensor(b, dtype=dtype, device=at)
     parts = torch.view_as_real(b)
     scale = parts.abs().amax(-1)   # against overflow
     parts = parts/scale.unsqueeze(-1)
