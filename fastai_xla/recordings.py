@@ -69,11 +69,9 @@ def _recordable(actors, inputs):
 
 # %% ../nbs/api/06ab_recordings.ipynb #06ab0f01
 @patch
-def _record(self:Recordings, inputs):
-    learn,step,states = self.learn,self.step,self.kinds.states
-    _recordable(step.parts.actors, inputs)
-    def numbers(): return _numbers_of(step.optimizers(), step.more_optimizers(), step.counting(), step.batch.later)
-    start,left,ends = {},{},{}
+def _tracer(self:Recordings, left, ends):
+    "Function for `Trace`; notes what each step leaves on objects, and how it ends"
+    learn,step,start = self.learn,self.step,{}
     def traced(j):
         if j: next_batch(learn)
         held,parts = dict(learn.__dict__),[(d, dict(d)) for d in step.tfm_parts()]
@@ -93,8 +91,15 @@ def _record(self:Recordings, inputs):
             if j == len(step.batch.later):
                 learn.__dict__.update(start)
                 start.clear()   # a recording outlives the learner's optimizer
+    return traced
+
+@patch
+def _record(self:Recordings, inputs):
+    step,states,left,ends = self.step,self.kinds.states,{},{}
+    _recordable(step.parts.actors, inputs)
+    def numbers(): return _numbers_of(step.optimizers(), step.more_optimizers(), step.counting(), step.batch.later)
     mine = [m for o in states.watch.roots for m in o.modules()]
-    with self._advances() as calls: rec = Recording(traced, step.places, inputs, numbers, mine)
+    with self._advances() as calls: rec = Recording(self._tracer(left, ends), step.places, inputs, numbers, mine)
     advances = calls[len(calls)//2:]   # of two traces
     rec.beside = Beside(ends[len(step.batch.later)], advances, left)
     for m,_ in advances: states.sizes[m] = [n for o,n in advances if o is m][:-1]
@@ -163,10 +168,22 @@ def _refuse(self:Recordings, e):
     mixed = step.parts.mixed
     if mixed and not torch.is_autocast_enabled('xla'): mixed.autocast.__enter__()
 
+def _doubled(n): return n > 1 and n & n-1 == 0
+
 @patch
 def _audit_due(self:Recordings, rec):
     "At the 2nd, 4th, 8th, ... batch of a recording, and at the first of each epoch"
-    return rec.audited != self.passes or rec.runs > 1 and rec.runs & rec.runs-1 == 0
+    return rec.audited != self.passes or _doubled(rec.runs)
+
+@patch
+def _trace_again(self:Recordings, rec, inputs):
+    "Of several steps that are one, where an epoch begins, the first: to trace all takes longer than an epoch may"
+    batch = self.step.batch
+    if not batch.later: return rec.audit(inputs)
+    if rec.graph.first is None or _doubled(rec.runs): rec.audit(inputs)
+    later,batch.later = batch.later,[]
+    try: rec.audit_first(self._tracer({}, {}), inputs)
+    finally: batch.later = later
 
 @patch
 def _audit(self:Recordings, rec, recs, inputs):
@@ -175,7 +192,7 @@ def _audit(self:Recordings, rec, recs, inputs):
     batch.tracing = batch.auditing = True
     self.fit.audits[self.learn.training] += 1
     since,rec.since,rec.audited = rec.since,rec.runs,self.passes
-    try: rec.audit(inputs)
+    try: self._trace_again(rec, inputs)
     except Exception as e:
         self.fit.failed[self.learn.training] = 4
         why = f"an audit found that the step is not what was recorded: {e}"

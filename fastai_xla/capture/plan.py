@@ -35,6 +35,7 @@ class StepGraph:
         floats = [(k, c) for k,c in self.consts.items() if c.is_floating_point() and not c.dim()]
         self.unlike = [c.item() for k,c in floats if not self.meanings[k]]   # which are no number now
         self.handle = None   # of its program
+        self.first = None   # graph of the first step, where several are one
 
     def states(self) -> list: # Pairs: number of an input, and its reader
         "The inputs that are state"

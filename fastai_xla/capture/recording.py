@@ -101,6 +101,24 @@ def audit(self:Recording,
     finally: self.graph.put_back(found)
 
 @patch
+def audit_first(self:Recording,
+    fn, # The first of several steps that are recorded as one, as for `Trace`
+    inputs:list, # XLA tensors of another batch
+):
+    "The same for that step alone. The first time it is not compared, but kept for those that follow"
+    places,graph = self.trace.args[1],self.graph.first
+    def trace(seed, taken=()): return Trace(fn, places, inputs, self.numbers.get(), seed=seed, taken=taken, watched=self.guards.users)
+    with python_lock:
+        if graph is None:
+            new = StepGraph(trace(2))
+            new.compare(trace(1))
+            self.graph.first = new
+            return
+        found = graph.found()
+        try: graph.compare(trace(3, graph.unlike))
+        finally: graph.put_back(found)
+
+@patch
 def _retrace(self:Recording, inputs, others={}, taken=()):
     with python_lock:
         trace = self.trace(inputs, self.numbers.get(), seed=3, others=others, taken=taken, watched=self.guards.users)
