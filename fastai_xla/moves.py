@@ -80,7 +80,9 @@ def _warn_of_aliases(learn):
     "Tell of tensors that share memory with a parameter that moves, and do not move with it"
     ps = {memory_of(p): (n, p) for m in modules_of(learn) for n,p in m.named_parameters() if _on_host(p)}
     taken = {n: ps[memory_of(t)] for n,t in _taken(learn) if memory_of(t) in ps and t is not ps[memory_of(t)][1]} if ps else {}
+    def last(n): return n.rpartition('.')[2]
     for n,(name,_) in taken.items():
+        if last(name) == f'{last(n)}_orig': continue   # of a hook of torch's, as `spectral_norm`'s, which sets it in each step
         warnings.warn(f"`{n}` is an alias of the parameter `{name}`, as `p.detach()` makes one. On XLA, as on CUDA, it stays on the host "
                       "and keeps the values of now, where on the CPU it follows the parameter. Take it anew in each step, or "
                       "`clone()` it where the values of now are meant.")

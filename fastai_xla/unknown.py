@@ -177,6 +177,7 @@ class ZeroGrad:
         ps,guard = self.tensors(),node.key[2]
         for p,cleared in zip(ps, guard.cleared):
             if cleared is None: p._cleared = None
+        if isinstance(self.opt, OptimWrapper): return   # torch's drops gradients, and nobody shows zeros in their place
         for i in set(range(len(ps))).difference(guard.without): ps[i]._cleared = True
 
 # %% ../nbs/api/06aba_unknown.ipynb #95ac112c

@@ -113,6 +113,17 @@ def test_top_k_of_training_and_validation():
     learn = agree(lambda: dict(model=lambda: mlp(16), cbs=TopK), branches=3, valid=3)
     assert any('has another argument: 4 -> 8' in why for why in learn.xla_opt.replay.reasons.why)
 
+def projected(pred, targ):
+    "Two losses in a random order, as where gradients of tasks are projected"
+    losses = [(pred-targ).square().mean(), (pred-targ).abs().mean()]
+    random.shuffle(losses)
+    return losses[0] + losses[1].detach()*losses[0]
+
+def test_another_tensor_is_named_as_one():
+    "Not by its number in the recording, which nobody has written"
+    learn = agree(lambda: dict(loss_func=lambda: projected), branches=2, valid=2)
+    assert any('has another argument: a tensor that was used before -> another one' in why for why in learn.xla_opt.replay.reasons.why)
+
 class Drop(nn.Module):
     def __init__(self):
         super().__init__()

@@ -4,7 +4,10 @@ from copy import deepcopy
 from functools import partial
 import pytest, torch
 import torch.nn.functional as F
+from fastai.basics import *
 from torch import nn
+from torch.autograd import forward_ad
+from torch.utils.data import TensorDataset
 from torch.func import functional_call, grad, hessian, jvp, stack_module_state, vjp, vmap
 
 from fastai_xla.all import *
@@ -71,3 +74,27 @@ def test_the_total_of_the_weights_is_computed(shape, weight):
     for ignore in (-100, 1):
         for i in (0, 1):
             close(lambda d: op(x.to(d), y.to(d), None if weight is None else weight.to(d), 2, ignore)[i])
+
+class Forwards(nn.Module):
+    "Adds the derivative of its layer along ones, as a sketch of what it depends on"
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+    def forward(self, x):
+        with forward_ad.dual_level():
+            y = self.layer(forward_ad.make_dual(x, torch.ones_like(x)))
+            along = forward_ad.unpack_dual(torch.zeros_like(y).lerp_(y, .3)).tangent
+        return self.layer(x) + along
+
+def test_derivatives_forwards_within_a_step():
+    "Their block is over where a replayed step's calls are made: the fit ended with an error of torch's"
+    x,y,res = torch.randn(32, 4),torch.randn(32, 3),{}
+    for mode in ('cpu', 'replayed', 'retraced'):
+        set_seed(0)
+        dls = DataLoaders(*(DataLoader(TensorDataset(x, y), bs=8) for _ in range(2)))
+        learn = Learner(dls, Forwards(), loss_func=nn.MSELoss(), cbs=None)
+        if mode != 'cpu': learn.to_xla(replay='auto' if mode == 'replayed' else False)
+        with learn.no_bar(), learn.no_logging(): learn.fit(2, 1e-2)
+        res[mode] = torch.stack(learn.recorder.losses)
+        if mode == 'replayed': assert any('differentiates forwards' in why for why in learn.xla_report().plain)
+    for mode in ('replayed', 'retraced'): assert torch.allclose(res[mode], res['cpu'], atol=1e-5)

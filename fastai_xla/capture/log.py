@@ -198,16 +198,17 @@ def _difference(self:Log, f, key):
 def _changed(was, now):
     "The first items that differ, as a text"
     if hasattr(was, 'changed') and type(was) is type(now): return was.changed(now)
+    if _is_origin(was) and _is_origin(now): return f'{_text(was)} -> another one'
     if isinstance(was, (list, tuple)) and isinstance(now, (list, tuple)) and len(was) == len(now):
         return first(_changed(a, b) for a,b in zip(was, now) if a != b) or ''
     if isinstance(was, list) and isinstance(now, list): return f'{len(was)} things -> {len(now)} things'
-    if isinstance(was, bytes): return 'an array has other values'
-    return f'{_text(was)} -> {_text(now)}'[:200]
+    return 'an array has other values' if isinstance(was, bytes) else f'{_text(was)} -> {_text(now)}'[:200]
+
+def _is_origin(o): return type(o) is tuple and len(o) == 1 and type(o[0]) is int
 
 def _text(o):
     "An item of a skeleton, for a reader"
-    if type(o) is tuple and len(o) == 1 and type(o[0]) is int: return 'a tensor that was used before'
-    return str(o)
+    return 'a tensor that was used before' if _is_origin(o) else str(o)
 
 # %% ../../nbs/api/05l_capture.log.ipynb #b608caa3
 @patch

@@ -18,6 +18,7 @@ from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 import numpy as np
 import torch
 from torch import nn
+from torch.autograd.forward_ad import dual_level
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from fastcore.all import *
 
@@ -240,6 +241,7 @@ def watch_calls():
     for cls in (threading.Thread, ThreadPoolExecutor):
         name = 'start' if cls is threading.Thread else 'submit'
         setattr(cls, name, _not_replayed(getattr(cls, name), _thread))
+    dual_level.__enter__ = _not_replayed(dual_level.__enter__, 'differentiates forwards, for as long as a block lasts')
     TorchDispatchMode.__enter__ = _not_replayed(TorchDispatchMode.__enter__, 'looks at each operator', but=_is_ours)
 
 looked_at = 'a `TorchDispatchMode` is on, which has to see each operator'
