@@ -168,6 +168,7 @@ def _refuse(self:Recordings, e):
     mixed = step.parts.mixed
     if mixed and not torch.is_autocast_enabled('xla'): mixed.autocast.__enter__()
 
+# %% ../nbs/api/06ab_recordings.ipynb #0ed876aa
 def _doubled(n): return n > 1 and n & n-1 == 0
 
 @patch

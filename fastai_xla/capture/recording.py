@@ -91,6 +91,7 @@ def verify(self:Recording,
         numbers.pinned[i] = tape.true[i]
     self._plan()
 
+# %% ../../nbs/api/05h_capture.recording.ipynb #222b0f13
 @patch
 def audit(self:Recording,
     inputs:list, # XLA tensors of another batch
