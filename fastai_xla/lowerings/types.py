@@ -61,10 +61,25 @@ _two = '''add.Tensor sub.Tensor pow.Tensor_Tensor maximum minimum atan2 logaddex
 _three = 'lerp.Tensor addcmul addcdiv clamp clamp.Tensor'.split()
 
 _operands = {n: slice(0, 2) for n in _two} | {n: slice(0, 3) for n in _three} | {'where.self': slice(1, 3)}
-for _n,_at in _operands.items(): types.kernel(_n, inference=False)(_promoted(_n, _at))
+for _n,_at in _operands.items():
+    if 'remainder' not in _n: types.kernel(_n, inference=False)(_promoted(_n, _at))
 
 @types.kernel('reciprocal', inference=False)
 def _reciprocal(x): return _kernels['reciprocal'].call_boxed(_keys, x.to(torch.get_default_dtype()) if x.dtype == torch.bool else x)
+
+# %% ../../nbs/api/01ja_lowerings.types.ipynb #a1db0013
+def _floored(own):
+    def _kernel(a, b):
+        dtype = torch.result_type(a, b)
+        if dtype.is_complex: raise NotImplementedError(f"a remainder is not implemented for {dtype}")
+        if not dtype.is_floating_point: return own(a, b)
+        a,b = _as_one((a, b), True)
+        m = torch.fmod(a, b)
+        return torch.where((m != 0) & ((m < 0) != (b < 0)), m+b, m)
+    return _kernel
+
+for _n in ('remainder.Tensor', 'remainder.Scalar', 'remainder.Scalar_Tensor'):
+    types.kernel(_n, inference=False)(_floored(_promoted(_n, _operands[_n])))
 
 # %% ../../nbs/api/01ja_lowerings.types.ipynb #a1db0010
 _own_rows = 'linspace arange arange.start arange.start_step'.split()
