@@ -6,7 +6,7 @@ Docs: https://fastai-xla.github.io/fastai_xla/api/lowerings.wrong.html.md"""
 
 # %% auto #0
 __all__ = ['extremes', 'cumsum', 'bitwise', 'norm', 'slices', 'absolute', 'division', 'of_complex', 'count_nonzero', 'diagonal',
-           'nll_loss', 'einsum', 'randperm', 'indices', 'numbers', 'edges']
+           'nll_loss', 'einsum', 'randperm', 'coins', 'indices', 'numbers', 'edges']
 
 # %% ../../nbs/api/01j_lowerings.wrong.ipynb #b2c1a9f2
 import torch
@@ -220,6 +220,21 @@ def _randperm(n, *, dtype=None, layout=None, device=None, pin_memory=None):
     if n > _largest(dtype): raise RuntimeError(f"n is too large for result tensor type: {n} numbers do not fit into {dtype}")
     if n < 2: return torch.arange(n, dtype=dtype, device=device)
     return torch.randint(2**62, (n,), device=device).sort()[1].to(dtype)
+
+# %% ../../nbs/api/01j_lowerings.wrong.ipynb #b2c1aa0e
+_own = {}   # name -> torch_xla's kernel
+
+def _keep_coin():
+    _own['bernoulli.p'] = torch.library.get_kernel('aten::bernoulli.p', 'XLA')
+    return True
+
+coins = Lowering('coins', _keep_coin, '`bernoulli_(p)` of integers is 0, and of bools an error')
+_key = torch._C.DispatchKeySet(torch._C.DispatchKey.XLA)
+
+@coins.kernel('bernoulli.p', inference=False)
+def _bernoulli(x, p=.5, *, generator=None):
+    if x.is_floating_point(): return _own['bernoulli.p'].call_boxed(_key, x, p, generator=generator)
+    return torch.full(x.shape, p, dtype=torch.float32, device=x.device).bernoulli(generator=generator).to(x.dtype)
 
 # %% ../../nbs/api/01j_lowerings.wrong.ipynb #b2c1aa22
 indices = Lowering('indices', lambda: True, 'an index that `topk`, `sort` or `max` has found in the same graph ends the process')
