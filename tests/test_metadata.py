@@ -1,5 +1,5 @@
 "settings.ini is the one source of metadata: the keys that pyproject.toml repeats for nbdev say the same, and the wheel carries them all"
-import os, re, subprocess, sys, tarfile, zipfile
+import fcntl, os, re, subprocess, sys, tarfile, zipfile
 from configparser import ConfigParser
 from pathlib import Path
 import pytest
@@ -44,7 +44,9 @@ def run(*cmd, **kwargs):
 def dist(tmp_path_factory):
     "sdist, and the wheel that is built from it"
     path = tmp_path_factory.mktemp('dist')
-    run(sys.executable, '-m', 'build', '--outdir', str(path), str(root))
+    with open(path.parent.parent/'dist.lock', 'w') as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)   # both processes may come here, and what is built on the way lies in one folder
+        run(sys.executable, '-m', 'build', '--outdir', str(path), str(root))
     return next(path.glob('*.tar.gz')),next(path.glob('*.whl'))
 
 def test_wheel_is_usable(dist, tmp_path):
