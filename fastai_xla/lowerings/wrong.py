@@ -15,6 +15,7 @@ from fastcore.all import *
 from ..runtime import *
 from ..graphs import pending
 from .core import *
+from .types import _kernels, _keys
 
 # %% ../../nbs/api/01j_lowerings.wrong.ipynb #b2c1a9fd
 extremes = Lowering('extremes', lambda: True, '`amax()` and `amin()` without a dimension return the tensor')
@@ -222,18 +223,15 @@ def _randperm(n, *, dtype=None, layout=None, device=None, pin_memory=None):
     return torch.randint(2**62, (n,), device=device).sort()[1].to(dtype)
 
 # %% ../../nbs/api/01j_lowerings.wrong.ipynb #b2c1aa0e
-_own = {}   # name -> torch_xla's kernel
-
 def _keep_coin():
-    _own['bernoulli.p'] = torch.library.get_kernel('aten::bernoulli.p', 'XLA')
+    _kernels['bernoulli.p'] = torch.library.get_kernel('aten::bernoulli.p', 'XLA')
     return True
 
 coins = Lowering('coins', _keep_coin, '`bernoulli_(p)` of integers is 0, and of bools an error')
-_key = torch._C.DispatchKeySet(torch._C.DispatchKey.XLA)
 
 @coins.kernel('bernoulli.p', inference=False)
 def _bernoulli(x, p=.5, *, generator=None):
-    if x.is_floating_point(): return _own['bernoulli.p'].call_boxed(_key, x, p, generator=generator)
+    if x.is_floating_point(): return _kernels['bernoulli.p'].call_boxed(_keys, x, p, generator=generator)
     return torch.full(x.shape, p, dtype=torch.float32, device=x.device).bernoulli(generator=generator).to(x.dtype)
 
 # %% ../../nbs/api/01j_lowerings.wrong.ipynb #b2c1aa22
