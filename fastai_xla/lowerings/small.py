@@ -35,7 +35,7 @@ def _glu(x, dim=-1):
 def _huber_loss(x, y, reduction=1, delta=1.):
     d = (x-y).abs()
     near = d.clamp(max=delta)
-    res = near*(d-near/2)
+    res = (near*(d-near/2)).to(x.dtype)
     return (res, res.mean(), res.sum())[reduction] if reduction else res
 
 @_composite('_weight_norm', probe=['_weight_norm_interface'])

@@ -19,7 +19,7 @@ from .core import *
 _kernels = {}   # name -> torch_xla's own
 
 def _keep():
-    _kernels.update({n: torch.library.get_kernel(f'aten::{n}', 'XLA') for n in (*_operands, 'reciprocal')})
+    _kernels.update({n: torch.library.get_kernel(f'aten::{n}', 'XLA') for n in (*_operands, *_numbered, 'reciprocal')})
     return True
 
 types = Lowering('types', _keep, 'operands of two types give the type of the first, or one that the result does not say')
@@ -45,8 +45,12 @@ def _as_one(os, wrap):
 def _scalar(o, dtype):
     "A number as one of the graph's scalars; else as it is"
     if o is None or isinstance(o, torch.Tensor): return o
-    small = isinstance(o, int) and dtype in (torch.uint8, torch.int8, torch.int16, torch.int32)   # 300 is 44 among bytes
-    return torch.scalar_tensor(o, dtype=torch.int64, device='cpu').to(dtype) if small else torch.scalar_tensor(o, dtype=dtype, device='cpu')
+    return torch.scalar_tensor(_kept(o, dtype), dtype=dtype, device='cpu')
+
+def _kept(o, dtype):
+    "What integers of `dtype` make of the number `o`: 300 is 44 among bytes"
+    if not isinstance(o, int) or dtype not in (torch.uint8, torch.int8, torch.int16, torch.int32): return o
+    return torch.scalar_tensor(o, dtype=torch.int64, device='cpu').to(dtype).item()
 
 def _promoted(name, at):
     wrap = name.endswith(('.Tensor', '.Tensor_Tensor', '.self'))
@@ -56,30 +60,45 @@ def _promoted(name, at):
 
 # %% ../../nbs/api/01ja_lowerings.types.ipynb #a1db0008
 _two = '''add.Tensor sub.Tensor pow.Tensor_Tensor maximum minimum atan2 logaddexp xlogy.Tensor lerp.Scalar smooth_l1_loss
-    fmod.Tensor remainder.Tensor remainder.Scalar remainder.Scalar_Tensor clamp_min clamp_max clamp_min.Tensor clamp_max.Tensor
+    fmod.Tensor remainder.Tensor clamp_min clamp_max clamp_min.Tensor clamp_max.Tensor
     eq.Tensor ne.Tensor lt.Tensor le.Tensor gt.Tensor ge.Tensor bitwise_left_shift.Tensor __lshift__.Scalar __lshift__.Tensor'''.split()
 _three = 'lerp.Tensor addcmul addcdiv clamp clamp.Tensor'.split()
 
 _operands = {n: slice(0, 2) for n in _two} | {n: slice(0, 3) for n in _three} | {'where.self': slice(1, 3)}
 for _n,_at in _operands.items():
-    if 'remainder' not in _n: types.kernel(_n, inference=False)(_promoted(_n, _at))
+    if _n.split('.')[0] not in ('remainder', 'sub'): types.kernel(_n, inference=False)(_promoted(_n, _at))
+
+_numbered = [f'{n}.Scalar' for n in 'eq ne lt le gt ge rsub'.split()]
+
+def _of_number(name):
+    def _kernel(x, n, *args): return _kernels[name].call_boxed(_keys, x, _kept(n, x.dtype), *args)
+    return _kernel
+
+for _n in _numbered: types.kernel(_n, inference=False)(_of_number(_n))
+
+_minus = _promoted('sub.Tensor', _operands['sub.Tensor'])
+
+@types.kernel('sub.Tensor', inference=False)
+def _sub(a, b, *, alpha=1):
+    if a.dtype == torch.bool or (b.dtype == torch.bool if isinstance(b, torch.Tensor) else isinstance(b, bool)):
+        torch.zeros(1, dtype=a.dtype) - (torch.zeros(1, dtype=b.dtype) if isinstance(b, torch.Tensor) else b)   # torch's error
+    return _minus(a, b, alpha=alpha)
 
 @types.kernel('reciprocal', inference=False)
 def _reciprocal(x): return _kernels['reciprocal'].call_boxed(_keys, x.to(torch.get_default_dtype()) if x.dtype == torch.bool else x)
 
 # %% ../../nbs/api/01ja_lowerings.types.ipynb #a1db0013
-def _floored(own):
-    def _kernel(a, b):
-        dtype = torch.result_type(a, b)
-        if dtype.is_complex: raise NotImplementedError(f"a remainder is not implemented for {dtype}")
-        if not dtype.is_floating_point: return own(a, b)
-        a,b = _as_one((a, b), True)
-        m = torch.fmod(a, b)
-        return torch.where((m != 0) & ((m < 0) != (b < 0)), m+b, m)
-    return _kernel
-
-for _n in ('remainder.Tensor', 'remainder.Scalar', 'remainder.Scalar_Tensor'):
-    types.kernel(_n, inference=False)(_floored(_promoted(_n, _operands[_n])))
+@types.kernel('remainder.Tensor', 'remainder.Scalar', 'remainder.Scalar_Tensor', inference=False)
+def _remainder(a, b):
+    dtype = torch.result_type(a, b)
+    if dtype.is_complex: raise NotImplementedError(f"a remainder is not implemented for {dtype}")
+    if not dtype.is_floating_point:
+        at = (a if isinstance(a, torch.Tensor) else b).device
+        a,b = (o if isinstance(o, torch.Tensor) else torch.full((), _kept(o, dtype), dtype=dtype, device=at) for o in (a, b))
+        return _kernels['remainder.Tensor'].call_boxed(_keys, *_as_one((a, b), True))
+    a,b = _as_one((a, b), True)
+    m = torch.fmod(a, b)
+    return torch.where((m != 0) & ((m < 0) != (b < 0)), m+b, m)
 
 # %% ../../nbs/api/01ja_lowerings.types.ipynb #a1db0010
 _own_rows = 'linspace arange arange.start arange.start_step'.split()

@@ -6,7 +6,7 @@ Docs: https://fastai-xla.github.io/fastai_xla/api/lowerings.wrong.html.md"""
 
 # %% auto #0
 __all__ = ['extremes', 'cumsum', 'bitwise', 'norm', 'slices', 'absolute', 'division', 'of_complex', 'count_nonzero', 'diagonal',
-           'nll_loss', 'einsum', 'randperm', 'coins', 'indices', 'numbers', 'edges']
+           'nll_loss', 'einsum', 'randperm', 'coins', 'indices']
 
 # %% ../../nbs/api/01j_lowerings.wrong.ipynb #b2c1a9f2
 import torch
@@ -15,7 +15,7 @@ from fastcore.all import *
 from ..runtime import *
 from ..graphs import pending
 from .core import *
-from .types import _kernels, _keys
+from .types import _kernels, _kept, _keys, _scalar
 
 # %% ../../nbs/api/01j_lowerings.wrong.ipynb #b2c1a9fd
 extremes = Lowering('extremes', lambda: True, '`amax()` and `amin()` without a dimension return the tensor')
@@ -40,7 +40,7 @@ bitwise = Lowering('bitwise', lambda: True, 'operands of two types give the firs
 
 def _on(o, dtype, device):
     "A Python number comes as it is, a tensor of one number may be on the CPU"
-    return o.to(device) if isinstance(o, torch.Tensor) else torch.full((), o, dtype=dtype, device=device)
+    return o.to(device) if isinstance(o, torch.Tensor) else torch.full((), _kept(o, dtype), dtype=dtype, device=device)
 
 def _bitwise(op):
     def _kernel(a, b):
@@ -93,16 +93,28 @@ def _abs(x):
     return as_before(torch.ops.aten.abs.default, x)
 
 # %% ../../nbs/api/01j_lowerings.wrong.ipynb #b2c1ab33
-division = Lowering('division', lambda: True, 'the quotient of two complex numbers is the real part of it')
+def _keep_quotient():
+    _kernels['div.Tensor_mode'] = torch.library.get_kernel('aten::div.Tensor_mode', 'XLA')
+    return True
 
-_div = torch.ops.aten.div.Tensor_mode
+division = Lowering('division', _keep_quotient, 'the quotient of two complex numbers is the real part of it')
+
+def _quotient(a, b, mode):
+    b = _scalar(b, torch.result_type(a, b))
+    return _kernels['div.Tensor_mode'].call_boxed(_keys, a, b, rounding_mode=mode)
+
 def _is_complex(o): return o.is_complex() if isinstance(o, torch.Tensor) else isinstance(o, complex)
 
 @division.kernel('div.Tensor', inference=False)
 def _division(a, b):
     if _is_complex(a) or _is_complex(b): return _of_complex(a, b)
     if not (isinstance(b, torch.Tensor) or a.is_floating_point()): a = a.to(torch.get_default_dtype())   # 300 is no byte
-    return _div(a, b, rounding_mode=None)
+    return _quotient(a, b, None)
+
+@division.kernel('div.Tensor_mode', inference=False)
+def _rounded(a, b, *, rounding_mode=None):
+    if rounding_mode is None: return _division(a, b)
+    return _quotient(a, b, rounding_mode)
 
 @with_views
 def _of_complex(a, b):
@@ -110,7 +122,7 @@ def _of_complex(a, b):
     a = a.to(at, dtype)
     if not _is_complex(b):
         by = b.to(at, dtype.to_real()).unsqueeze(-1) if isinstance(b, torch.Tensor) else b
-        return torch.view_as_complex(_div(torch.view_as_real(a), by, rounding_mode=None))
+        return torch.view_as_complex(torch.view_as_real(a)/by)
     b = torch.as_tensor(b, dtype=dtype, device=at)
     parts = torch.view_as_real(b)
     scale = parts.abs().amax(-1)   # against overflow
@@ -248,46 +260,3 @@ _takers |= dict.fromkeys('index_add_ index_copy_ index_fill_.int_Scalar index_fi
 for _n,_at in _takers.items():
     _op,_,_overload = _n.partition('.')
     indices.kernel(_n, key='AutogradXLA')(_of_one_result(getattr(getattr(torch.ops.aten, _op), _overload or 'default'), _at))
-
-# %% ../../nbs/api/01j_lowerings.wrong.ipynb #b2c1aa25
-numbers = Lowering('numbers', lambda: True, 'dimension 0 of a single number is an error')
-
-def _of_a_number(op):
-    def _kernel(x, dim=None, *args, **kwargs):
-        if op is torch.ops.aten.mean.dim and x.is_complex(): return _mean(x, dim, *args, **kwargs)
-        if x.dim() or dim is None: return as_before(op, x, dim, *args, **kwargs)
-        res = as_before(op, x.reshape(1), dim, *args, **kwargs)
-        return res.reshape(()) if isinstance(res, torch.Tensor) else tuple(t.reshape(()) for t in res)
-    return _kernel
-
-for _n in ('sum.dim_IntList mean.dim prod.dim_int max.dim min.dim any.dim all.dim argmax argmin cumsum logsumexp flip squeeze.dim '
-           'softmax.int log_softmax.int').split():
-    _op,_,_overload = _n.partition('.')
-    numbers.kernel(_n, key='AutogradXLA')(_of_a_number(getattr(getattr(torch.ops.aten, _op), _overload or 'default')))
-
-# %% ../../nbs/api/01j_lowerings.wrong.ipynb #b2c1aa31
-edges = Lowering('edges', lambda: True, '`roll` of nothing ends the process; `>>`, `clamp_min`, `pdist` are wrong, or errors')
-
-@edges.kernel('roll', key='AutogradXLA')
-def _roll(x, shifts, dims=()):
-    return as_before(torch.ops.aten.roll.default, x, shifts, dims) if x.numel() else x.clone()
-
-def _shifted(x, by):
-    n = by.long() if isinstance(by, torch.Tensor) else by
-    return torch.div(x.long(), 2**n, rounding_mode='floor').to(torch.result_type(x, by))
-edges.kernel('__rshift__.Scalar', '__rshift__.Tensor', 'bitwise_right_shift.Tensor', 'bitwise_right_shift.Tensor_Scalar')(_shifted)
-
-def _of_rank(op): return lambda x, t: as_before(op, *torch.broadcast_tensors(*(o.to(torch.result_type(x, t)) for o in (x, t))))
-for _n in ('clamp_min', 'clamp_max'): edges.kernel(f'{_n}.Tensor', key='AutogradXLA')(_of_rank(getattr(torch.ops.aten, _n).Tensor))
-
-@edges.kernel('pdist', key='AutogradXLA')
-def _pdist(x, p=2.):
-    if p not in (0, float('inf')): return torch.ops.aten.pdist.default.decompose(x, p)
-    i,j = torch.triu_indices(len(x), len(x), 1, device=x.device)
-    return torch.linalg.vector_norm(x[i]-x[j], p, dim=1)
-
-@edges.kernel('cdist', key='AutogradXLA')
-def _cdist(a, b, p=2., compute_mode=None):
-    batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
-    a,b = (t.expand(*batch, *t.shape[-2:]) for t in (a, b))
-    return torch.ops.aten.cdist.default.decompose(a, b, p, compute_mode)
