@@ -19,7 +19,7 @@ from fastcore.all import *
 from .capture.effects import is_library
 
 # %% ../nbs/api/06d_mixed.ipynb #d00a0006
-_mixed = re.compile('XLA tensor|XLA[a-zA-Z]*Type|IsXlaTensor')   # how torch_xla and torch tell of tensors of two devices
+_mixed = re.compile('XLA tensor|XLA[a-zA-Z]*Type|IsXlaTensor|incompatible tensor type')   # how torch_xla and torch tell of two devices
 
 def _is_cpu(o): return isinstance(o, torch.Tensor) and o.device.type == 'cpu' and o.dim() > 0
 
@@ -47,26 +47,27 @@ class MixedDevices(RuntimeError):
     def __init__(self,
         module:nn.Module, # Which was called
         args:tuple, # What it was given
-        error:RuntimeError, # What torch said, or what a module within has made of it
+        error:RuntimeError, # What torch said
     ):
-        self.line = getattr(error, 'line', '') or _line(error.__traceback__)
-        self.first = getattr(error, 'first', error)
         given = any(map(_is_cpu, pytree.tree_leaves(args)))
-        super().__init__(f'{self.first}\n{_given_text(module) if given else _made_text(module, self.line)}')
+        super().__init__(f'{error}\n{_given_text(module) if given else _made_text(module, _line(error.__traceback__))}')
 
 _explained = {}   # id -> weak reference to a module
+_within = []   # modules that are being called, each from outside of all others
 
 def _call(m, *args, **kwargs):
     "In the place of a module's `_call_impl`"
+    _within.append(m)
     try: return m._call_impl(*args, **kwargs)
     except RuntimeError as e:
         if not _mixed.search(str(e)): raise
-        err = MixedDevices(m, (args, kwargs), e)
-    raise err from err.first
+        raise MixedDevices(m, (args, kwargs), e) from e
+    finally: _within.pop()
 
 class _Calls:
     "In the place of `nn.Module._compiled_call_impl`, which is None for a module that is not compiled"
     def __get__(self, m, cls):
+        if _within: return None
         known = _explained.get(id(m))
         return partial(_call, m) if known and known() is m else None
 

@@ -133,5 +133,5 @@ def tied(
     "Make a view again"
     env = {i: base}
     for n in calls: run_node(n, env, nums, hosts)
-    hold_value(env[o], value)
+    if value is not base: hold_value(env[o], value)
     return env[o]

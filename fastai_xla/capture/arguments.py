@@ -184,6 +184,8 @@ def _number(self:Arguments, a, mark):
 
 # %% ../../nbs/api/05ka_capture.arguments.ipynb #ac414b54
 _grad,_cutting = torch.is_grad_enabled,{T.detach, torch.detach, T.data.__get__}   # the graph of what they are given ends there
+_cutting |= {getattr(torch, f'{n}_like') for n in 'zeros ones empty full rand randn'.split()}   # which look at the shape alone
+_cutting |= {getattr(T, f'new_{n}') for n in 'zeros ones empty full'.split()}
 
 @patch
 def _skeleton_of(self:Arguments, f, args, kwargs, tensors):
@@ -219,16 +221,16 @@ def _own(self:Arguments, f, ts):
 # %% ../../nbs/api/05ka_capture.arguments.ipynb #7e20ab91
 _auto,_auto_to,_default = torch.is_autocast_enabled,torch.get_autocast_dtype,torch.get_default_dtype
 _any_auto = torch._C._is_any_autocast_enabled
-_origin,_equal,_type,_outside,_other = range(5)
+_origin,_result,_equal,_type,_outside,_other = range(6)
 _exact = (type(None), bool, str, int, torch.dtype)
 
 def _want(a, item, *takes):
     "What a later argument is compared with: the kind of comparison, and the value"
     other = _other,([item], *takes)
-    if type(item) is Outside: return _outside,item
-    if isinstance(a, T): return (_origin, item[0]) if len(item) == 1 else other
+    if type(item) is Outside: return (_outside, item[:-1]) if item.cls in (T, P) else other
+    if isinstance(a, T): return (_result if item[0] >= 0 else _origin, item[0]) if len(item) == 1 else other
     if item is a_float or item is a_int: return (_type, type(a)) if type(a) in (float, int) else other
-    exact = type(a) in _exact or type(a) is tuple and all(type(o) is int for o in a) and not any(o is a_int for o in item[1])
+    exact = type(a) in _exact or item == ('float', a) or type(a) is tuple and all(type(o) is int for o in a) and not any(o is a_int for o in item[1])
     return (_equal, a) if exact else other
 
 def wants(
@@ -250,11 +252,12 @@ def is_wanted(self:Arguments,
 ) -> bool:
     "Are the arguments what the call wants? Those that are inputs are noted on the way"
     if len(args) != len(n.wants): return False
-    get = self.at.get
+    at,objs = self.at,self.objs
     for a,(kind,v) in zip(args, n.wants):
-        if kind == _origin: same = get(id(a)) == v
+        if kind == _result: same = objs[v] is a
         elif kind == _equal: same = a is v or type(a) is type(v) and a == v
-        elif kind == _outside: same = get(id(a)) is None and self._is_outside(a, v)
+        elif kind == _outside: same = id(a) not in at and self._is_outside(a, v)
+        elif kind == _origin: same = at.get(id(a)) == v
         elif kind == _type:
             same = type(a) is v
             self.nums.append(a)
@@ -269,8 +272,8 @@ def is_wanted(self:Arguments,
 
 @patch
 def _is_outside(self:Arguments, a, v):
-    i,cls,shape,dtype,grad,no_grad,_ = v
-    if type(a) is not cls or cls is not P and cls is not T or not a.is_xla: return False
+    i,cls,shape,dtype,grad,no_grad = v
+    if type(a) is not cls or not a.is_xla: return False
     if a.shape != shape or a.dtype is not dtype or a.requires_grad is not grad: return False
     if grad and (not a.is_leaf or a._backward_hooks or a._post_accumulate_grad_hooks): return False
     if (a.grad is None) is not no_grad or cls is T and self.parted and self.is_parted(a): return False

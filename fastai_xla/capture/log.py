@@ -67,7 +67,13 @@ def __torch_function__(self:Log, f, types, args=(), kwargs=None):
     if self.answering:
         for n in self.cur.kids:
             if (n.f is f or n.wrapper and n.f == f) and n.keys == keys and n.held is not None:
-                if self.is_wanted(n, (*args, *kwargs.values()) if keys else args): return self._answer(n)
+                if self.is_wanted(n, (*args, *kwargs.values()) if keys else args):
+                    if n.alone is None: return self._answer(n)
+                    self.cur,t = n,n.held[0]
+                    self.path.append(n)
+                    self.at[id(t)] = n.alone
+                    self.objs.append(t)
+                    return t
                 self.undo(n.template.at)
     if is_question(f) or f == get_version and self.at.get(id(args[0]), -1) < 0: return self._question(f, args, kwargs)
     return self._special(f, args, kwargs or {})
@@ -216,11 +222,6 @@ def _answer(self:Log, n):
     "The placeholders of a call that is as it was"
     self.cur = n
     self.path.append(n)
-    if n.alone is not None:
-        t = n.held[0]
-        self.at[id(t)] = n.alone
-        self.objs.append(t)
-        return t
     r = n.answer
     for i in r.filled: self.outside[i]._cleared = None
     for o,t in r.turned: self.turned[id(self._object(o))] = t

@@ -14,6 +14,7 @@ import torch
 from fastcore.all import *
 
 from .core import *
+from .types import _kernels, _keys
 
 # %% ../../nbs/api/01c_lowerings.linalg.ipynb #e8187cf2
 def _mul(a, b): return (a.unsqueeze(-1)*b.unsqueeze(-3)).sum(-2)
@@ -83,7 +84,21 @@ class _SlogDet(torch.autograd.Function):
 
 def _on_cpu(op, a): return torch.utils._pytree.tree_map(lambda t: t.to(a.device), op(a.cpu()))   # of complex numbers
 
-svd = Lowering('svd', lambda: True, 'the singular values of a batch of matrices are wrong, or an error')
+def _keep_svd():
+    _kernels['_linalg_svd'] = torch.library.get_kernel('aten::_linalg_svd', 'XLA')
+    return True
+
+svd = Lowering('svd', _keep_svd, 'the singular values of small numbers, or of a batch of matrices, are wrong, or an error')
+
+@svd.kernel('_linalg_svd')
+def _scaled_svd(a, full_matrices=False, compute_uv=True, *, driver=None):
+    "XLA stops at an error of 1e-7 or so, whatever the size of the numbers"
+    def own(a): return _kernels['_linalg_svd'].call_boxed(_keys, a, full_matrices, compute_uv, driver=driver)
+    if a.is_complex() or not a.numel(): return own(a)
+    largest = a.abs().max()
+    scale = torch.where(largest > 0, largest, 1)
+    u,s,vh = own(a/scale)
+    return u,s*scale,vh
 
 @svd.kernel('_linalg_svd', key='AutogradXLA')
 def _svd(a, full_matrices=False, compute_uv=True, *, driver=None):

@@ -223,3 +223,17 @@ def own_autograd_function():
     class A(Net):
         def more(self, x): return Scaled.apply(x)
     return learner(A(), cbs=within(lambda l, i: setattr(Scaled, 'k', .1*i)))
+
+@scenario
+def membranes_of_the_shape_of_the_last_step():
+    class Leaky(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lin,self.head = nn.Linear(16, 8),nn.Linear(8, 4)
+            self.register_buffer('mem', torch.zeros(8, 8), persistent=False)
+        def forward(self, x):
+            x,self.mem = self.lin(x.flatten(1)),torch.zeros_like(self.mem)
+            for i in range(3): self.mem = .9*self.mem + x
+            return self.head(self.mem.new_ones(8, 8) * self.mem.tanh())
+    return learner(Leaky())
+scenarios['membranes_of_the_shape_of_the_last_step'].seen = lambda l: l.model.mem.detach()
