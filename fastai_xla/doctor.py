@@ -95,13 +95,13 @@ _changes = dict(
     XRT_TPU_CONFIG="from torch_xla before 2.0; nothing reads it any more")
 
 # %% ../nbs/api/13c_doctor.ipynb #8a45c2c4
-_own_flag = '--xla_cpu_enable_fast_math=false'   # torch_xla's
+_own_flags = '--xla_cpu_enable_fast_math=false','--xla_cpu_enable_fast_min_max=false'   # torch_xla's, and ours
 _set_by_import = ('TPU_LIBRARY_PATH', 'LIBTPU_INIT_ARGS')
 _harmless = dict(WORLD_SIZE=('0', '1'), RANK=('0',))
 
 def _value(name):
     "What the variable is set to; nothing where that changes nothing"
-    v = os.environ.get(name, '').replace(_own_flag, '').strip()
+    v = ' '.join(o for o in os.environ.get(name, '').split() if o not in _own_flags)
     if 'torch_xla' in sys.modules and name in _set_by_import: return ''
     if name == 'XLA_USE_SPMD' and 'fastai_xla.mesh' in sys.modules and sys.modules['fastai_xla.mesh'].mesh(): return ''
     return '' if v in _harmless.get(name, ('', '0')) else v

@@ -58,6 +58,9 @@ _leave_process_group()
 os.environ.setdefault('XLA_METRICS_SAMPLES', '16')   # of each metric; reading one copies them all, and `xla_counts` reads three per batch
 if os.environ.get('TF_CPP_MIN_LOG_LEVEL', '1') == '1':   # torch_xla's own level
     os.environ['TF_CPP_MIN_LOG_LEVEL'] = '2'   # else each compile for several devices warns of a partitioner to come
+_min_max = '--xla_cpu_enable_fast_min_max=false'   # else a NaN is less than any number, to `max`, `clamp` and pooling
+if os.environ.get('PJRT_DEVICE') == 'CPU' and 'fast_min_max' not in (_flags := os.environ.get('XLA_FLAGS', '')):
+    os.environ['XLA_FLAGS'] = f'{_flags} {_min_max}'.strip()
 torch_xla = xm = met = _XLAC = None
 _broken = _import_error()
 if not _broken:

@@ -62,11 +62,23 @@ def _promoted(name, at):
 _two = '''add.Tensor sub.Tensor pow.Tensor_Tensor maximum minimum atan2 logaddexp xlogy.Tensor lerp.Scalar smooth_l1_loss
     fmod.Tensor remainder.Tensor clamp_min clamp_max clamp_min.Tensor clamp_max.Tensor
     eq.Tensor ne.Tensor lt.Tensor le.Tensor gt.Tensor ge.Tensor bitwise_left_shift.Tensor __lshift__.Scalar __lshift__.Tensor'''.split()
+_one_bound = 'clamp clamp_min clamp_max'.split()
 _three = 'lerp.Tensor addcmul addcdiv clamp clamp.Tensor'.split()
 
 _operands = {n: slice(0, 2) for n in _two} | {n: slice(0, 3) for n in _three} | {'where.self': slice(1, 3)}
 for _n,_at in _operands.items():
-    if _n.split('.')[0] not in ('remainder', 'sub'): types.kernel(_n, inference=False)(_promoted(_n, _at))
+    if _n.split('.')[0] not in ('remainder', 'sub') and _n not in _one_bound: types.kernel(_n, inference=False)(_promoted(_n, _at))
+
+_both = _promoted('clamp', _operands['clamp'])
+
+def _clamp(x, low=None, high=None):
+    "With one bound torch_xla's own makes the largest number of infinity"
+    if low is not None and high is not None: return _both(x, low, high)
+    name = 'minimum' if low is None else 'maximum'
+    return _kernels[name].call_boxed(_keys, *_as_one((x, high if low is None else low), True))
+
+for _n,_f in dict(clamp=_clamp, clamp_min=_clamp, clamp_max=lambda x, high: _clamp(x, None, high)).items():
+    types.kernel(_n, inference=False)(_f)
 
 _numbered = [f'{n}.Scalar' for n in 'eq ne lt le gt ge rsub'.split()]
 
