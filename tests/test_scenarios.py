@@ -54,9 +54,8 @@ def test_replayed_is_retraced_is_the_cpu(name, request):
     for fixture in ('recorded', 'without_audits'): request.getfixturevalue(fixture)
     same(name, not_recorded, plain)   # by guards alone
 
-_nothing = 'accumulates_from_zeros accumulates_from_the_like_of_a_loss numbers_made_in_the_step_and_kept membranes_of_the_shape_of_the_last_step'
-
-@pytest.mark.parametrize('name', _nothing.split())
+@pytest.mark.parametrize('name', '''accumulates_from_zeros accumulates_from_the_like_of_a_loss numbers_made_in_the_step_and_kept
+    membranes_of_the_shape_of_the_last_step'''.split())
 def test_nothing_is_retraced(name): assert not play(scenarios[name])[0].xla_report().plain
 
 def test_a_gradient_that_comes_is_told():

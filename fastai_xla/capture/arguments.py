@@ -183,14 +183,12 @@ def _number(self:Arguments, a, mark):
     return mark
 
 # %% ../../nbs/api/05ka_capture.arguments.ipynb #ac414b54
-_grad,_cutting = torch.is_grad_enabled,{T.detach, torch.detach, T.data.__get__}   # the graph of what they are given ends there
-_cutting |= {getattr(torch, f'{n}_like') for n in 'zeros ones empty full rand randn'.split()}   # which look at the shape alone
-_cutting |= {getattr(T, f'new_{n}') for n in 'zeros ones empty full'.split()}
+_grad = torch.is_grad_enabled
 
 @patch
 def _skeleton_of(self:Arguments, f, args, kwargs, tensors):
     self.saw_xla,name = False,f.__name__ if hasattr(f, '__name__') else ''
-    self.ints,self.floats,self.cuts = takes_ints(name),takes_floats(name),f in _cutting or not _grad()
+    self.ints,self.floats,self.cuts = takes_ints(name),takes_floats(name),f in cutting or not _grad()
     if name == '__setitem__':   # an index is no number of arithmetic
         self.ints = False
         out = self._skeleton(args[:2])
@@ -230,8 +228,8 @@ def _want(a, item, *takes):
     if type(item) is Outside: return (_outside, item[:-1]) if item.cls in (T, P) else other
     if isinstance(a, T): return (_result if item[0] >= 0 else _origin, item[0]) if len(item) == 1 else other
     if item is a_float or item is a_int: return (_type, type(a)) if type(a) in (float, int) else other
-    exact = type(a) in _exact or item == ('float', a) or type(a) is tuple and all(type(o) is int for o in a) and not any(o is a_int for o in item[1])
-    return (_equal, a) if exact else other
+    ints = type(a) is tuple and all(type(o) is int for o in a) and not any(o is a_int for o in item[1])
+    return (_equal, a) if ints or type(a) in _exact or item == ('float', a) else other
 
 def wants(
     args:tuple, # Of a call
@@ -273,8 +271,7 @@ def is_wanted(self:Arguments,
 @patch
 def _is_outside(self:Arguments, a, v):
     i,cls,shape,dtype,grad,no_grad = v
-    if type(a) is not cls or not a.is_xla: return False
-    if a.shape != shape or a.dtype is not dtype or a.requires_grad is not grad: return False
+    if type(a) is not cls or not a.is_xla or a.shape != shape or a.dtype is not dtype or a.requires_grad is not grad: return False
     if grad and (not a.is_leaf or a._backward_hooks or a._post_accumulate_grad_hooks): return False
     if (a.grad is None) is not no_grad or cls is T and self.parted and self.is_parted(a): return False
     self.at[id(a)] = i

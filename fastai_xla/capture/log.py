@@ -99,9 +99,8 @@ def _special(self:Log, f, args, kwargs):
         r = args[1][id(args[0])] = self.call(deep_copy, (args[0],), {})
         return r
     if f in makers and is_xla(torch.device(kwargs.get('device') or 'cpu')) and not any(map(is_on_xla, pytree.tree_leaves(args))):
-        kwargs = dict(kwargs)
-        to = kwargs.pop('device')
-        return self.call(T.to, (f(*args, **kwargs), to), {})
+        others = {k: v for k,v in kwargs.items() if k != 'device'}
+        return self.call(T.to, (f(*args, **others), kwargs['device']), {})
     if f is T.__setitem__ and is_on_xla(args[0]) and (mask := mask_of(*args)) is not None:
         self.call(T.masked_fill_, (args[0], self.call(T.to, (mask, args[0].device), {}), args[2]), {})
         return

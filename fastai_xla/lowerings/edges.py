@@ -66,7 +66,7 @@ def _keep_running():
     _kernels.update({n: torch.library.get_kernel(f'aten::{n}', 'XLA') for n in ('cummax', 'cummin')})
     return True
 
-running = Lowering('running', _keep_running, 'of equal numbers `cummax` and `cummin` find the first, where torch finds the last; a NaN is lost')
+running = Lowering('running', _keep_running, 'of equal numbers `cummax` and `cummin` find the first, not the last; a NaN is lost')
 
 def _running(name):
     def _kernel(x, dim):
@@ -86,7 +86,7 @@ for _n in ('cummax', 'cummin'): running.kernel(_n)(_running(_n))
 def _threshold(x, threshold, value): return torch.where(x <= threshold, value, x).to(x.dtype)
 
 # %% ../../nbs/api/01jb_lowerings.edges.ipynb #e1dc000d
-bounds = Lowering('bounds', lambda: True, 'gradients of `relu6` and others at their bounds; `logit` with `eps` is NaN, `softshrink` of NaN 0')
+bounds = Lowering('bounds', lambda: True, 'gradients of `relu6` and others at their bounds; `logit` with `eps` is NaN')
 
 def _within(x, lo, hi): return (x > lo) & (x < hi)
 

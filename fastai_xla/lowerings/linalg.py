@@ -82,6 +82,7 @@ class _SlogDet(torch.autograd.Function):
         eye = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device)
         return g[..., None, None]*_Solve.apply(a, eye.expand_as(a)).mH
 
+# %% ../../nbs/api/01c_lowerings.linalg.ipynb #1c4704cf
 def _on_cpu(op, a): return torch.utils._pytree.tree_map(lambda t: t.to(a.device), op(a.cpu()))   # of complex numbers
 
 def _keep_svd():

@@ -42,6 +42,7 @@ def _as_one(os, wrap):
     os = [o.to(at, dtype) if isinstance(o, torch.Tensor) else o for o in os]
     return [_scalar(o, dtype) for o in os] if wrap else os
 
+# %% ../../nbs/api/01ja_lowerings.types.ipynb #a1db0014
 def _scalar(o, dtype):
     "A number as one of the graph's scalars; else as it is"
     if o is None or isinstance(o, torch.Tensor): return o
