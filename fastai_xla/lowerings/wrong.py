@@ -29,12 +29,13 @@ def _extreme(op):
 
 for _n,_op in (('amax', torch.max), ('amin', torch.min)): extremes.kernel(_n)(_extreme(_op))
 
-cumsum = Lowering('cumsum', lambda: True, 'the running sum of bools is a bool, that of small integers overflows')
+cumsum = Lowering('cumsum', lambda: True, 'the running sum of bools is a bool, that of small integers overflows, that of nothing is an error')
 
 @cumsum.kernel('cumsum')
 def _cumsum(x, dim, *, dtype=None):
     wide = dtype or (x.dtype if x.is_floating_point() or x.is_complex() else torch.int64)
-    return torch.ops.aten.cumsum_(x.to(wide, copy=True), dim)
+    x = x.to(wide, copy=True)
+    return torch.ops.aten.cumsum_(x, dim) if x.numel() else x
 
 bitwise = Lowering('bitwise', lambda: True, 'operands of two types give the first one')
 
