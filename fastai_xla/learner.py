@@ -220,9 +220,9 @@ def _do_fit(self:Learner):
     except BaseException as e:
         roots = (dict(model=self.model, loss_func=self.loss_func)
                  | {type(cb).__name__: cb for cb in self.cbs if not is_library(type(cb).__module__)})
-        where = on_host_text(roots) if any(o in str(e) for o in ('XLA tensor', 'not allocated')) else ''
+        texts = [met_text(e), on_host_text(roots)] if any(o in str(e) for o in ('XLA tensor', 'not allocated')) else []
         _recover(self)
-        if where: raise RuntimeError(f'{e}\n{where}') from e
+        if any(texts): raise RuntimeError('\n'.join([str(e), *filter(None, texts)])) from e
         raise
 
 # %% ../nbs/api/07_learner.ipynb #07rec001

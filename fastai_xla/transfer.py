@@ -190,6 +190,7 @@ def keep_hooks(
 def _in_place(p, q):
     "The parameter `p` with the tensor, gradient and hooks of `q`; `q` where a graph or a weak reference has hold of `p`"
     keep_hooks({p: q})
+    q.__class__ = p.__class__   # as geoopt's, for which its optimizers ask
     q.__dict__.update(p.__dict__)
     if any(t._use_count() > 1 or weakref.getweakrefs(t) for t in (p, q)): return q
     torch.utils.swap_tensors(p, q)
@@ -207,6 +208,7 @@ def move_module(
     ts,of = zip(*{id(t): (t, p) for t,p in ts}.values()) if ts else ((), ())
     if not ts: return {}
     new = send(fetch(list(ts)), device, [axes(p) for p in of] if mesh() else ())
+    new = [n.as_subclass(torch.Tensor if isinstance(t, nn.Parameter) else type(t)) for t,n in zip(ts, new)]
     new = {id(t): n.requires_grad_(t.requires_grad) if t.is_leaf else n for t,n in zip(ts, new)}
     module._apply(lambda t: new.get(id(t), t))
     first,res = {},{}

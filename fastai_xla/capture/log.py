@@ -99,8 +99,7 @@ def _special(self:Log, f, args, kwargs):
         r = args[1][id(args[0])] = self.call(deep_copy, (args[0],), {})
         return r
     if f in makers and is_xla(torch.device(kwargs.get('device') or 'cpu')) and not any(map(is_on_xla, pytree.tree_leaves(args))):
-        others = {k: v for k,v in kwargs.items() if k != 'device'}
-        return self.call(T.to, (f(*args, **others), kwargs['device']), {})
+        return self.call(T.to, (f(*args, **{k: v for k,v in kwargs.items() if k != 'device'}), kwargs['device']), {})
     if f is T.__setitem__ and is_on_xla(args[0]) and (mask := mask_of(*args)) is not None:
         self.call(T.masked_fill_, (args[0], self.call(T.to, (mask, args[0].device), {}), args[2]), {})
         return
@@ -270,7 +269,8 @@ def _note(self:Log, f, args, kwargs, key, n, before, r, turns=()):
 # %% ../../nbs/api/05l_capture.log.ipynb #503165eb
 @patch
 def _class_of(self:Log, a):
-    if type(a) not in (T, P) and not is_known(type(a).__torch_function__.__func__):
+    called = type(a).__torch_function__   # of a parameter torch's own, which is no method
+    if type(a) not in (T, P) and not is_known(getattr(called, '__func__', called)):
         self.refuse(f"torch calls run code of {type(a).__name__} at {user_line()}")
 
 @patch

@@ -19,15 +19,15 @@ def _keep_sums():
     _kernels.update({n: torch.library.get_kernel(f'aten::{n}', 'XLA') for n in _summed})
     return True
 
-sums = Lowering('sums', _keep_sums, 'what is put together by an index, and averages of windows, are added up in bfloat16')
+sums = Lowering('sums', _keep_sums, 'sums in bfloat16, by an index too, and averages of windows are added up in bfloat16')
 
-_summed = '''index_add scatter_add scatter_reduce.two embedding_dense_backward _embedding_bag_forward_only
+_summed = '''sum sum.dim_IntList mean mean.dim mse_loss index_add scatter_add scatter_reduce.two embedding_dense_backward _embedding_bag_forward_only
     avg_pool2d avg_pool3d _adaptive_avg_pool2d _adaptive_avg_pool3d'''.split()
 _half = torch.bfloat16,torch.float16
 
 def _in_float32(name):
     def _kernel(x, *args, **kwargs):
-        if x.dtype not in _half: return _kernels[name].call_boxed(_keys, x, *args, **kwargs)
+        if x.dtype not in _half or kwargs.get('dtype'): return _kernels[name].call_boxed(_keys, x, *args, **kwargs)
         args = [a.float() if isinstance(a, torch.Tensor) and a.dtype == x.dtype else a for a in args]
         res = _kernels[name].call_boxed(_keys, x.float(), *args, **kwargs)
         return res.to(x.dtype) if isinstance(res, torch.Tensor) else (res[0].to(x.dtype), *res[1:])

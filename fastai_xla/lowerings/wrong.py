@@ -132,7 +132,17 @@ def _of_complex(a, b):
     return torch.view_as_complex(res)
 
 # %% ../../nbs/api/01j_lowerings.wrong.ipynb #b2c1ab41
-of_complex = Lowering('complex', lambda: True, 'gradients of `tanh` and `sigmoid`, and `acosh`, are wrong; no mean, deviation, norm')
+def _keep_parts():
+    _kernels['view_as_real_copy'] = torch.library.get_kernel('aten::view_as_real_copy', 'XLA')
+    return True
+
+of_complex = Lowering('complex', _keep_parts, '`acosh`, gradients of `tanh` and `sigmoid` are wrong; no mean, norm; `istft` ends the process')
+
+@of_complex.kernel('view_as_real_copy', inference=False)
+def _view_as_real(z):
+    "torch_xla's own says that it has as many dimensions as `z`, and ends the process where they are permuted"
+    return _kernels['view_as_real_copy'].call_boxed(_keys, z)*1
+
 
 @of_complex.kernel('tanh_backward')
 def _tanh_backward(g, y): return g*(1 - y*y).conj_physical() if y.is_complex() else g*(1 - y*y)
