@@ -187,6 +187,7 @@ def keep_hooks(
         for k in ('_backward_hooks', '_post_accumulate_grad_hooks'):
             if getattr(p, k): setattr(q, k, getattr(p, k))   # the same dict, so that a hook's handle removes it still
 
+# %% ../nbs/api/00a_transfer.ipynb #7955761c
 def _in_place(p, q):
     "The parameter `p` with the tensor, gradient and hooks of `q`; `q` where a graph or a weak reference has hold of `p`"
     keep_hooks({p: q})
@@ -195,6 +196,8 @@ def _in_place(p, q):
     if any(t._use_count() > 1 or weakref.getweakrefs(t) for t in (p, q)): return q
     torch.utils.swap_tensors(p, q)
     return p
+
+def _of_class(t, cls): return t if type(t) is cls else t.as_subclass(cls)   # which is an alias
 
 def move_module(
     module:nn.Module, # Module to move, in place
@@ -208,7 +211,7 @@ def move_module(
     ts,of = zip(*{id(t): (t, p) for t,p in ts}.values()) if ts else ((), ())
     if not ts: return {}
     new = send(fetch(list(ts)), device, [axes(p) for p in of] if mesh() else ())
-    new = [n.as_subclass(torch.Tensor if isinstance(t, nn.Parameter) else type(t)) for t,n in zip(ts, new)]
+    new = [_of_class(n, torch.Tensor if isinstance(t, nn.Parameter) else type(t)) for t,n in zip(ts, new)]
     new = {id(t): n.requires_grad_(t.requires_grad) if t.is_leaf else n for t,n in zip(ts, new)}
     module._apply(lambda t: new.get(id(t), t))
     first,res = {},{}

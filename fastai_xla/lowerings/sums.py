@@ -21,8 +21,8 @@ def _keep_sums():
 
 sums = Lowering('sums', _keep_sums, 'sums in bfloat16, by an index too, and averages of windows are added up in bfloat16')
 
-_summed = '''sum sum.dim_IntList mean mean.dim mse_loss index_add scatter_add scatter_reduce.two embedding_dense_backward _embedding_bag_forward_only
-    avg_pool2d avg_pool3d _adaptive_avg_pool2d _adaptive_avg_pool3d'''.split()
+_summed = '''sum sum.dim_IntList mean mean.dim mse_loss index_add scatter_add scatter_reduce.two
+    embedding_dense_backward _embedding_bag_forward_only avg_pool2d avg_pool3d _adaptive_avg_pool2d _adaptive_avg_pool3d'''.split()
 _half = torch.bfloat16,torch.float16
 
 def _in_float32(name):

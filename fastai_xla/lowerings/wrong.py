@@ -29,7 +29,7 @@ def _extreme(op):
 
 for _n,_op in (('amax', torch.max), ('amin', torch.min)): extremes.kernel(_n)(_extreme(_op))
 
-cumsum = Lowering('cumsum', lambda: True, 'the running sum of bools is a bool, that of small integers overflows, that of nothing is an error')
+cumsum = Lowering('cumsum', lambda: True, 'the running sum of bools is a bool, that of small integers overflows')
 
 @cumsum.kernel('cumsum')
 def _cumsum(x, dim, *, dtype=None):
@@ -136,7 +136,7 @@ def _keep_parts():
     _kernels['view_as_real_copy'] = torch.library.get_kernel('aten::view_as_real_copy', 'XLA')
     return True
 
-of_complex = Lowering('complex', _keep_parts, '`acosh`, gradients of `tanh` and `sigmoid` are wrong; no mean, norm; `istft` ends the process')
+of_complex = Lowering('complex', _keep_parts, '`acosh`, gradients of `tanh` and `sigmoid` are wrong; `istft` ends the process')
 
 @of_complex.kernel('view_as_real_copy', inference=False)
 def _view_as_real(z):
@@ -162,6 +162,7 @@ def _mean(x, dim=None, keepdim=False, *, dtype=None):
 
 of_complex.kernel('mean', key='AutogradXLA')(_mean)
 
+# %% ../../nbs/api/01j_lowerings.wrong.ipynb #b2c1ab42
 def _spread(op, finish):
     def _kernel(x, dim=None, *, correction=None, keepdim=False):
         if not x.is_complex(): return as_before(op, x, dim, correction=correction, keepdim=keepdim)
