@@ -25,11 +25,14 @@ _summed = '''sum sum.dim_IntList mean mean.dim mse_loss index_add scatter_add sc
     embedding_dense_backward _embedding_bag_forward_only avg_pool2d avg_pool3d _adaptive_avg_pool2d _adaptive_avg_pool3d'''.split()
 _half = torch.bfloat16,torch.float16
 
+def _is_float(a): return isinstance(a, torch.Tensor) and a.is_floating_point()
+
 def _in_float32(name):
     def _kernel(x, *args, **kwargs):
-        if x.dtype not in _half or kwargs.get('dtype'): return _kernels[name].call_boxed(_keys, x, *args, **kwargs)
-        args = [a.float() if isinstance(a, torch.Tensor) and a.dtype == x.dtype else a for a in args]
-        res = _kernels[name].call_boxed(_keys, x.float(), *args, **kwargs)
+        own = _kernels[name].call_boxed
+        if x.dtype not in _half or kwargs.get('dtype'): return own(_keys, x, *args, **kwargs)
+        if any(_is_float(a) and a.dtype != x.dtype for a in args): return own(_keys, x, *args, **kwargs)   # has another type
+        res = own(_keys, x.float(), *(a.float() if _is_float(a) else a for a in args), **kwargs)
         return res.to(x.dtype) if isinstance(res, torch.Tensor) else (res[0].to(x.dtype), *res[1:])
     return _kernel
 
