@@ -143,6 +143,11 @@ def with_inner(
     "The code, and that of the functions that are made in it"
     return [code, *(o for c in code.co_consts if isinstance(c, CodeType) for o in with_inner(c))]
 
+@functools.lru_cache(4096)
+def _global_names(code):
+    "What the code, and the functions made in it, look up among globals: `weight`, and not that of `m.weight`"
+    return {i.argval for c in with_inner(code) for i in dis.get_instructions(c) if i.opname in ('LOAD_GLOBAL', 'LOAD_NAME')}
+
 def functions_in(
     f, # Function
     cls:type=object, # Class whose methods it may call
@@ -156,7 +161,8 @@ def functions_in(
         seen.add(f)
         outer = {n: c.cell_contents for n,c in zip(f.__code__.co_freevars, f.__closure__ or ()) if c != CellType()}
         named = {n for code in with_inner(f.__code__) for n in (*code.co_names, *code.co_freevars)}
-        named = {n: [d[n] for d in (outer, f.__globals__, *map(vars, cls.__mro__)) if n in d] for n in named}
+        outer |= {n: f.__globals__[n] for n in _global_names(f.__code__) if n in f.__globals__}
+        named = {n: [d[n] for d in (outer, *map(vars, cls.__mro__)) if n in d] for n in named}
         yield f,named
         found = [o for os in named.values() for o in os if isinstance(o, _functions)]
         todo += [o for o in found if not is_library(getattr(o, '__module__', None) or '')]
