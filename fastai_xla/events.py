@@ -72,9 +72,9 @@ def _may_differ(o, named):
 def sees_metrics(
     names, # In the code of an `after_batch`
 ) -> bool:
-    "May it look at what the recorder's metrics have come to, as `self.recorder.smooth_loss.value`? `learn.smooth_loss` is no metric"
+    "May it look at what the recorder's metrics have come to, as `self.recorder.smooth_loss.value`, or predict, which fills them anew?"
     if 'smooth_loss' in names and not names.isdisjoint({'value', 'val', 'count', 'reset'}): return True
-    return not names.isdisjoint({'metrics', '_train_mets', '_valid_mets'})
+    return not names.isdisjoint('metrics _train_mets _valid_mets get_preds validate tta predict _do_epoch_validate'.split())
 
 def may_see(
     met, # Metric

@@ -228,3 +228,12 @@ def numbers_made_in_the_step_and_kept():
             at = self.loss.device
             self.kept += [torch.full((), .1*self.train_iter, device=at), torch.tensor(float(self.train_iter), device=at)]
     return learner(cbs=Keeps())
+
+@scenario
+def predicts_in_mid_epoch():
+    class Predicts(Train):
+        def before_fit(self): self.sums = []
+        def after_batch(self):
+            if self.iter == 3: self.sums.append(self.learn.get_preds(inner=True, reorder=False)[0].sum())
+    return learner(cbs=Predicts())
+scenarios['predicts_in_mid_epoch'].seen = lambda l: [*l.predicts.sums, *(v for row in l.recorder.values for v in row)]
