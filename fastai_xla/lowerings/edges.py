@@ -9,11 +9,12 @@ __all__ = ['numbers', 'edges', 'running', 'largest', 'bounds', 'infinities', 'ty
 
 # %% ../../nbs/api/01jb_lowerings.edges.ipynb #e1dc0003
 import functools, math, torch
+from torch._decomp import decomposition_table
 from fastcore.all import *
 
 from ..runtime import *
 from .core import *
-from .types import _kernels, _keys
+from .types import _kept, _kernels, _keys
 from .wrong import _mean
 
 # %% ../../nbs/api/01jb_lowerings.edges.ipynb #b2c1aa25
@@ -23,28 +24,56 @@ def _of_a_number(op):
     def _kernel(x, *args, **kwargs):
         if op is torch.ops.aten.mean.dim and x.is_complex(): return _mean(x, *args, **kwargs)
         if x.dim(): return as_before(op, x, *args, **kwargs)
+        shape = args[1].shape if op is torch.ops.aten.gather.default else ()
         args = [a.reshape(1) if isinstance(a, torch.Tensor) else a for a in args]
         res = as_before(op, x.reshape(1), *args, **kwargs)
-        return res.reshape(()) if isinstance(res, torch.Tensor) else tuple(t.reshape(()) for t in res)
+        return res.reshape(shape) if isinstance(res, torch.Tensor) else tuple(t.reshape(()) for t in res)
     return _kernel
 
 for _n in ('sum.dim_IntList mean.dim prod.dim_int max.dim min.dim any.dim all.dim argmax argmin cumsum logsumexp flip squeeze.dim '
            'softmax.int log_softmax.int sort sort.stable topk kthvalue gather scatter.src scatter.value scatter_add '
-           'cumprod cummax cummin std_mean.correction var_mean.correction count_nonzero count_nonzero.dim_IntList').split():
+           'cumprod cummax cummin std_mean.correction var_mean.correction count_nonzero count_nonzero.dim_IntList squeeze.dims').split():
     _op,_,_overload = _n.partition('.')
     numbers.kernel(_n, key='AutogradXLA')(_of_a_number(getattr(getattr(torch.ops.aten, _op), _overload or 'default')))
 
 # %% ../../nbs/api/01jb_lowerings.edges.ipynb #b2c1aa31
-edges = Lowering('edges', lambda: True, '`roll` of nothing ends the process; `>>`, `clamp_min`, `pdist` are wrong, or errors')
+def _keep_scatter():
+    _kernels.update({n: torch.library.get_kernel(f'aten::{n}', 'XLA') for n in ('scatter.value', 'scatter.value_reduce')})
+    return True
+
+edges = Lowering('edges', _keep_scatter, '`roll` of nothing ends the process; `>>`, `clamp_min`, `pdist` are wrong, or errors')
 
 @edges.kernel('roll', key='AutogradXLA')
 def _roll(x, shifts, dims=()):
     return as_before(torch.ops.aten.roll.default, x, shifts, dims) if x.numel() else x.clone()
 
 def _shifted(x, by):
-    n = by.long() if isinstance(by, torch.Tensor) else by
-    return torch.div(x.long(), 2**n, rounding_mode='floor').to(torch.result_type(x, by))
+    dtype = torch.result_type(x, by)
+    x,n = (o.long() if isinstance(o, torch.Tensor) else _kept(o, dtype) for o in (x, by))
+    return torch.div(x, 2**n, rounding_mode='floor').to(dtype)
 edges.kernel('__rshift__.Scalar', '__rshift__.Tensor', 'bitwise_right_shift.Tensor', 'bitwise_right_shift.Tensor_Scalar')(_shifted)
+
+def _scattered(name, of_tensor):
+    "By a tensor of the number where the index is longer than `x`, which torch_xla's own does not take"
+    def _kernel(x, dim, index, value, **kwargs):
+        if all(n <= m for n,m in zip(index.shape, x.shape)): return _kernels[name].call_boxed(_keys, x, dim, index, value, **kwargs)
+        return of_tensor(x, dim, index, torch.full(index.shape, value, dtype=x.dtype, device=x.device), **kwargs)
+    return _kernel
+
+for _n,_op in (('scatter.value', torch.ops.aten.scatter.src), ('scatter.value_reduce', torch.ops.aten.scatter.reduce)):
+    edges.kernel(_n, inference=False)(_scattered(_n, _op))
+
+def _cutting(op):
+    def _kernel(x, padding):
+        if min(padding) >= 0: return as_before(op, x, padding)
+        return as_before(op, torch.constant_pad_nd(x, [min(n, 0) for n in padding]), [max(n, 0) for n in padding])
+    return _kernel
+
+for _n in (f'{how}_pad{d}d' for how in ('reflection', 'replication') for d in (1, 2, 3)):
+    edges.kernel(_n, key='AutogradXLA')(_cutting(getattr(torch.ops.aten, _n).default))
+
+edges.kernel('isneginf', inference=False)(lambda x: x == -math.inf)
+edges.kernel('_chunk_cat', views=True)(decomposition_table[torch.ops.aten._chunk_cat.default])
 
 def _of_rank(op): return lambda x, t: as_before(op, *torch.broadcast_tensors(*(o.to(torch.result_type(x, t)) for o in (x, t))))
 for _n in ('clamp_min', 'clamp_max'): edges.kernel(f'{_n}.Tensor', key='AutogradXLA')(_of_rank(getattr(torch.ops.aten, _n).Tensor))

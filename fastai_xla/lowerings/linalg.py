@@ -95,7 +95,8 @@ svd = Lowering('svd', _keep_svd, 'the singular values of small numbers, or of a 
 def _scaled_svd(a, full_matrices=False, compute_uv=True, *, driver=None):
     "XLA stops at an error of 1e-7 or so, whatever the size of the numbers"
     def own(a): return _kernels['_linalg_svd'].call_boxed(_keys, a, full_matrices, compute_uv, driver=driver)
-    if a.is_complex() or not a.numel(): return own(a)
+    if a.dim() > 2 or not a.numel(): return _on_cpu(partial(torch.ops.aten._linalg_svd, full_matrices=full_matrices, compute_uv=compute_uv), a)
+    if a.is_complex(): return own(a)
     largest = a.abs().max()
     scale = torch.where(largest > 0, largest, 1)
     u,s,vh = own(a/scale)
@@ -110,7 +111,9 @@ inverse = Lowering('inverse', lambda: True, 'the inverse of complex matrices is 
 
 @inverse.kernel('linalg_inv_ex', key='AutogradXLA')
 def _inverse(a, *, check_errors=False):
-    if not a.is_complex(): return as_before(torch.ops.aten.linalg_inv_ex.default, a, check_errors=check_errors)
+    if not a.is_complex():
+        res = as_before(torch.ops.aten.linalg_inv_ex.default, a, check_errors=check_errors)[0]
+        return res,torch.zeros(a.shape[:-2], dtype=torch.int32, device=a.device)
     res = torch.linalg.inv_ex(_as_real(a), check_errors=check_errors)
     return _as_complex(res[0][..., :a.shape[-1]]),res[1]
 

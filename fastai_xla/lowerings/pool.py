@@ -53,6 +53,9 @@ def _each(n, kernel_size, stride, *os):
 
 def _pool(n):
     def _inner(x, kernel_size, stride=(), padding=0, ceil_mode=False, count_include_pad=True, divisor_override=None):
+        if not x.is_floating_point():
+            y = _inner(x.double(), kernel_size, stride, padding, ceil_mode, count_include_pad, divisor_override)
+            return (y + y.sign()*1e-6).to(x.dtype)   # without what is behind the point, but for 2.9999999
         k,s,p = _each(n, kernel_size, stride, padding)
         args = _within(x.shape[-n:], k, s, p) if ceil_mode else k, s, p, ceil_mode, False, None
         # `torch.func` cannot transform `_Pool`

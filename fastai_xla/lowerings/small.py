@@ -63,9 +63,12 @@ def _logaddexp(a, b):
 def _histc(x, bins=100, min=0, max=0):
     if bins <= 0: raise RuntimeError(f"histc(): bins must be > 0, but got {bins}")
     x = x.detach().reshape(-1)
-    lo,hi = (x.min(),x.max()) if min == max == 0 else (min, max)
-    i = ((x-lo)*bins/(hi-lo)).floor().clamp(0, bins-1)
-    return torch.zeros(bins, dtype=x.dtype, device=x.device).index_add(0, i.int(), ((x >= lo) & (x <= hi)).to(x.dtype))
+    if min == max:
+        min,max = x.min(),x.max()
+        one = (min == max).to(x.dtype)   # value only, which is in the middle then
+        min,max = min-one,max+one
+    i = ((x-min)*bins/(max-min)).floor().clamp(0, bins-1)
+    return torch.zeros(bins, dtype=x.dtype, device=x.device).index_add(0, i.int(), ((x >= min) & (x <= max)).to(x.dtype))
 
 # %% ../../nbs/api/01f_lowerings.small.ipynb #314aace5
 _unfold_low = Lowering('unfold', lacks('unfold_copy', 'unfold_backward'), 'falls back to the CPU')

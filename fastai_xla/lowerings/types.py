@@ -68,7 +68,7 @@ _three = 'lerp.Tensor addcmul addcdiv clamp clamp.Tensor'.split()
 
 _operands = {n: slice(0, 2) for n in _two} | {n: slice(0, 3) for n in _three} | {'where.self': slice(1, 3)}
 for _n,_at in _operands.items():
-    if _n.split('.')[0] not in ('remainder', 'sub') and _n not in _one_bound: types.kernel(_n, inference=False)(_promoted(_n, _at))
+    if _n.split('.')[0] not in ('remainder', 'sub', 'xlogy') and _n not in _one_bound: types.kernel(_n, inference=False)(_promoted(_n, _at))
 
 _both = _promoted('clamp', _operands['clamp'])
 
@@ -91,11 +91,24 @@ for _n in _numbered: types.kernel(_n, inference=False)(_of_number(_n))
 
 _minus = _promoted('sub.Tensor', _operands['sub.Tensor'])
 
+def _first(a, b, dtype=None):
+    "The first operand as a tensor: `torch.sub(1, x)` gives its kernel a number"
+    if isinstance(a, torch.Tensor): return a
+    dtype = dtype or torch.result_type(a, b)
+    return torch.full((), _kept(a, dtype), dtype=dtype, device=b.device)
+
 @types.kernel('sub.Tensor', inference=False)
 def _sub(a, b, *, alpha=1):
-    if a.dtype == torch.bool or (b.dtype == torch.bool if isinstance(b, torch.Tensor) else isinstance(b, bool)):
-        torch.zeros(1, dtype=a.dtype) - (torch.zeros(1, dtype=b.dtype) if isinstance(b, torch.Tensor) else b)   # torch's error
-    return _minus(a, b, alpha=alpha)
+    if any(o.dtype == torch.bool if isinstance(o, torch.Tensor) else isinstance(o, bool) for o in (a, b)):
+        torch.sub(*(torch.zeros(1, dtype=o.dtype) if isinstance(o, torch.Tensor) else o for o in (a, b)))   # torch's error
+    return _minus(_first(a, b), b, alpha=alpha)
+
+@types.kernel('xlogy.Tensor', inference=False)
+def _xlogy(a, b):
+    dtype,at = torch.result_type(a, b),(a if isinstance(a, torch.Tensor) else b).device
+    if not dtype.is_floating_point: dtype = torch.get_default_dtype()
+    a,b = (o.to(at, dtype) if isinstance(o, torch.Tensor) else torch.full((), o, dtype=dtype, device=at) for o in (a, b))
+    return _kernels['xlogy.Tensor'].call_boxed(_keys, a, b)
 
 @types.kernel('reciprocal', inference=False)
 def _reciprocal(x): return _kernels['reciprocal'].call_boxed(_keys, x.to(torch.get_default_dtype()) if x.dtype == torch.bool else x)

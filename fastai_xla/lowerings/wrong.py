@@ -15,7 +15,7 @@ from fastcore.all import *
 from ..runtime import *
 from ..graphs import pending
 from .core import *
-from .types import _kernels, _kept, _keys, _scalar
+from .types import _first, _kernels, _kept, _keys, _scalar
 
 # %% ../../nbs/api/01j_lowerings.wrong.ipynb #b2c1a9fd
 extremes = Lowering('extremes', lambda: True, '`amax()` and `amin()` without a dimension return the tensor')
@@ -108,14 +108,17 @@ def _is_complex(o): return o.is_complex() if isinstance(o, torch.Tensor) else is
 
 @division.kernel('div.Tensor', inference=False)
 def _division(a, b):
-    if _is_complex(a) or _is_complex(b): return _of_complex(a, b)
-    if not (isinstance(b, torch.Tensor) or a.is_floating_point()): a = a.to(torch.get_default_dtype())   # 300 is no byte
+    if _is_complex(a) or _is_complex(b): return _of_complex(_first(a, b), b)
+    dtype = torch.result_type(a, b)
+    if not dtype.is_floating_point: dtype = torch.get_default_dtype()
+    if not isinstance(a, torch.Tensor): return _quotient(_first(a, b, dtype), b, None)
+    if not (isinstance(b, torch.Tensor) or a.is_floating_point()): a = a.to(dtype)   # 300 is no byte
     return _quotient(a, b, None)
 
 @division.kernel('div.Tensor_mode', inference=False)
 def _rounded(a, b, *, rounding_mode=None):
     if rounding_mode is None: return _division(a, b)
-    return _quotient(a, b, rounding_mode)
+    return _quotient(_first(a, b), b, rounding_mode)
 
 @with_views
 def _of_complex(a, b):
