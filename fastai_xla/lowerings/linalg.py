@@ -95,8 +95,8 @@ svd = Lowering('svd', _keep_svd, 'the singular values of small numbers, or of a 
 def _scaled_svd(a, full_matrices=False, compute_uv=True, *, driver=None):
     "XLA stops at an error of 1e-7 or so, whatever the size of the numbers"
     def own(a): return _kernels['_linalg_svd'].call_boxed(_keys, a, full_matrices, compute_uv, driver=driver)
-    if a.dim() > 2 or not a.numel(): return _on_cpu(partial(torch.ops.aten._linalg_svd, full_matrices=full_matrices, compute_uv=compute_uv), a)
-    if a.is_complex(): return own(a)
+    if a.dim() > 2 or a.is_complex() or not a.numel():
+        return _on_cpu(partial(torch.ops.aten._linalg_svd, full_matrices=full_matrices, compute_uv=compute_uv), a)
     largest = a.abs().max()
     scale = torch.where(largest > 0, largest, 1)
     u,s,vh = own(a/scale)
@@ -105,7 +105,7 @@ def _scaled_svd(a, full_matrices=False, compute_uv=True, *, driver=None):
 @svd.kernel('_linalg_svd', key='AutogradXLA')
 def _svd(a, full_matrices=False, compute_uv=True, *, driver=None):
     kw,op = dict(full_matrices=full_matrices, compute_uv=compute_uv, driver=driver),torch.ops.aten._linalg_svd.default
-    return _on_cpu(partial(op, **kw), a) if a.dim() > 2 else as_before(op, a, **kw)
+    return _on_cpu(partial(op, **kw), a) if a.dim() > 2 or a.is_complex() else as_before(op, a, **kw)
 
 inverse = Lowering('inverse', lambda: True, 'the inverse of complex matrices is wrong')
 

@@ -98,7 +98,7 @@ def _keep_quotient():
     _kernels['div.Tensor_mode'] = torch.library.get_kernel('aten::div.Tensor_mode', 'XLA')
     return True
 
-division = Lowering('division', _keep_quotient, 'the quotient of two complex numbers is the real part of it')
+division = Lowering('division', _keep_quotient, 'the quotient of two complex numbers is the real part of it; `1//.1` is 10')
 
 def _quotient(a, b, mode):
     b = _scalar(b, torch.result_type(a, b))
@@ -118,7 +118,22 @@ def _division(a, b):
 @division.kernel('div.Tensor_mode', inference=False)
 def _rounded(a, b, *, rounding_mode=None):
     if rounding_mode is None: return _division(a, b)
+    if rounding_mode == 'floor' and torch.result_type(a, b).is_floating_point: return _floored(a, b)
     return _quotient(_first(a, b), b, rounding_mode)
+
+division.kernel('div.Scalar', inference=False)(_division)
+division.kernel('floor_divide', inference=False)(lambda a, b: _rounded(a, b, rounding_mode='floor'))
+
+def _floored(a, b):
+    "By what a remainder leaves, as PyTorch: 1//.1 is 9, since float32's .1 is a little more"
+    dtype = torch.result_type(a, b)
+    wide,at = torch.promote_types(dtype, torch.float32),next(o.device for o in (a, b) if is_xla(o))
+    a,b = (o.to(at, wide) if isinstance(o, torch.Tensor) else torch.full((), o, dtype=wide, device=at) for o in (a, b))
+    m = torch.fmod(a, b)
+    q = (a-m)/b
+    q = torch.where((m != 0) & ((m < 0) != (b < 0)), q-1, q)
+    whole = q.floor()
+    return torch.where(b == 0, a/b, torch.where(q-whole > .5, whole+1, whole)).to(dtype)
 
 @with_views
 def _of_complex(a, b):
