@@ -44,7 +44,8 @@ _making = '__getitem__ __getitems__ __iter__ __call__ encodes create_item create
 def _code_of(o):
     "A function, or those of a user's class that makes items, or is called"
     if isinstance(o, (*_functions, Function)): return _implementations(o)
-    return [] if is_library(type(o).__module__) else [g for n in _making if (f := getattr(type(o), n, None)) for g in _implementations(f)]
+    if is_library(type(o).__module__): return []
+    return [g for n in _making if callable(f := getattr(type(o), n, None)) for g in _implementations(f)]
 
 # %% ../nbs/api/06aac_reach.ipynb #dd24719a
 def _walk(roots):
@@ -102,8 +103,8 @@ def _own_code(o):
     here = getattr(o, '__dict__', {})
     kept = [v for d in (here, *(d for d in here.values() if type(d) is dict)) for v in d.values() if isinstance(v, _functions)]
     if isinstance(o, Learner): names += [n for c in cls.__mro__ if not is_library(c.__module__) for n in vars(c) if n != '__init__']
-    own = [] if is_library(cls.__module__) else [(g, cls) for n in names if (f := getattr(cls, n, None)) for g in _implementations(f)]
-    return own + [(f, object) for f in kept]
+    named = [] if is_library(cls.__module__) else [f for n in names if callable(f := getattr(cls, n, None))]
+    return [(g, cls) for f in named for g in _implementations(f)] + [(f, object) for f in kept]
 
 def _is_own(f): return not is_library(getattr(f, '__module__', None) or '')
 

@@ -216,3 +216,13 @@ def test_the_forward_of_a_librarys_class_is_replaced(own_code, without_audits):
         res.append([*map(float, learn.recorder.losses)])
     test_close(res[2], res[1], eps=1e-6)
     test_close(res[2], res[0], eps=1e-4)
+
+class Weighed(Learner): weights = np.array([.2, .5])
+class Shifted(nn.Linear):
+    value = torch.tensor([1., 2.])
+    def forward(self, x): return super().forward(x)*self.value.to(x.device).sum()
+
+def test_arrays_and_tensors_in_attributes_of_classes():
+    "Their truth is an error"
+    learn = Weighed(data(), nn.Sequential(Shifted(6, 1)), loss_func=nn.MSELoss()).to_xla()
+    with learn.no_bar(), learn.no_logging(): learn.fit(1)

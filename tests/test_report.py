@@ -232,3 +232,12 @@ def test_batches_that_are_nearly_all_recorded_anew_are_steady_ones():
     log = CostLog()
     for i in range(40): log.batch('training', f'batch {i}', recorded=i in (0, 1, 2, 4, 8, 16, 32))
     assert log.n_steady('training') == 33
+
+def test_to_validate_without_a_bar_records_nothing_anew():
+    learn = image_learner(image_dls(n_valid=4*16)).to_xla()
+    with learn.no_logging():
+        learn.fit(1)
+        learn.validate()
+        learn.get_preds()
+    report = learn.xla_report()
+    assert 'ecorded again' not in str(report), report

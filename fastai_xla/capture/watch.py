@@ -91,7 +91,7 @@ class Settings:
         self.plain = [(d, k) for d,k,v,numbers in own if _all_plain(v)
                       and not isinstance(v, (list, dict)) and (numbers or type(v) not in (int, float))]
         self.plain += [(learn.__dict__, k) for k,v in sorted(learn.__dict__.items(), key=itemgetter(0))
-                       if k not in of_batch and (v is None or type(v) in (bool, str))]
+                       if k not in of_batch and k != 'create_mbar' and (v is None or type(v) in (bool, str))]
         self.lists = [(d, k) for d,k,v,_ in own if isinstance(v, list) and _all_plain(v)]
         self.others = [(d, k) for d,k,v,_ in own if not _all_plain(v) and _is_object(v)]
         self.alive = [d[k] for d,k in self.others]

@@ -73,6 +73,7 @@ for _n in (f'{how}_pad{d}d' for how in ('reflection', 'replication') for d in (1
     edges.kernel(_n, key='AutogradXLA')(_cutting(getattr(torch.ops.aten, _n).default))
 
 edges.kernel('isneginf', inference=False)(lambda x: x == -math.inf)
+edges.kernel('trace', views=True)(lambda x: x.diagonal().sum())   # of bytes it overflowed
 edges.kernel('_chunk_cat', views=True)(decomposition_table[torch.ops.aten._chunk_cat.default])
 
 def _of_rank(op): return lambda x, t: as_before(op, *torch.broadcast_tensors(*(o.to(torch.result_type(x, t)) for o in (x, t))))
