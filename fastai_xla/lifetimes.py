@@ -24,6 +24,7 @@ class Batch:
         self.later = []   # hyper-parameters of the steps after the first
         self.open = False   # within a batch of `one_batch`, and not one that the user has taken apart
         self.begun = False   # has a `one_batch` in the place of ours begun the batch? It may call ours
+        self.seen = False   # has our `_do_one_batch` been called?
         self.quiet = False   # in the loop, and no callback runs there that could change what the step depends on
         self.tracing,self.auditing = False,False   # has it been traced? in order to be compared?
         self.interrupt = None   # of the keyboard, while it was traced

@@ -31,6 +31,7 @@ from .learner_step import *
 from .learner_step import _looks
 from .replay import *
 from .logged import *
+from .unknown import in_place
 from .reach import *
 from .patching import patch, theirs
 
@@ -40,10 +41,7 @@ def _replay(learn):
     cb = learn.__dict__.get('xla_opt')
     return cb and cb.replay
 
-# else they are given what fastai gives them
-def _own(learn):
-    own = all(getattr(type(learn), n) is getattr(Learner, n) and n not in learn.__dict__ for n in ('one_batch', '_do_one_batch'))
-    return own and type(learn)._set_device.__module__ == 'fastai.learner'
+def _own(learn): return type(learn)._set_device.__module__ == 'fastai.learner'   # else batches are what fastai gives
 
 def _unfolded(learn):
     "Do others call the callbacks, which would mix a batch before its transforms; or has fastai yet to count the batch's inputs?"
@@ -61,9 +59,10 @@ def _as_fastais(f):
     plain = code and all(isinstance(c, (str, tuple, type(None))) for c in code.co_consts)
     return bool(plain) and _of_batch <= {*code.co_names} <= _of_batches
 
-def _replaced():
-    "The `one_batch` that a package or a user has put in the place of fastai's, before ours or after, where it does something else"
-    f = Learner.one_batch
+def _replaced(learn):
+    "The `one_batch` that a package, a user or a subclass has in the place of fastai's, before ours or after, where it does something else"
+    if own := vars(learn).get('one_batch'): return lambda learn, i, b: own(i, b)
+    f = type(learn).one_batch
     f = Learner._under_one_batch if f is _one_batch else f
     return None if _as_fastais(f) else f
 
@@ -81,7 +80,7 @@ def _all_batches(self):
     r,self.n_iter,i = _replay(self),len(self.dl),0
     r.looping = True
     r.passes += self.xla_opt.fitting   # a prediction is not audited each time
-    other = _replaced()
+    other = _replaced(self)
     log = None if other else r.log_of()
     one = partial(_by, other) if other else _one_batch
     try:
@@ -112,7 +111,7 @@ def one_batch(self:Learner, i, b):
     if r is None: return self._under_one_batch(i, b)
     if not _as_fastais(Learner._under_one_batch): return _by(Learner._under_one_batch, self, i, b)
     self.iter,self.replayed = i,None
-    state = _begun(r)
+    state,loss = _begun(r),self.__dict__.get('loss')
     state.begun = False
     folds = isinstance(b, RawBatch) and r.step.folds() and not _unfolded(self)
     state.raws,state.later = [b] if folds else None,[]
@@ -120,24 +119,26 @@ def one_batch(self:Learner, i, b):
     try:
         self._split(b)
         self._with_events(self._do_one_batch, 'batch', CancelBatchException)
-    finally: _close(self, r)   # what is done by hand is fastai's
+    finally: _close(self, r, loss)   # what is done by hand is fastai's
 
 _one_batch = Learner.one_batch
 
 def _begun(r): return r.step.batch if r.step.batch.begun else r.begin()
 
-def _close(learn, r):
+def _close(learn, r, loss):
     b,learn.replayed = r.step.batch,None
     b.open,b.raws = False,None
+    if not b.seen and learn.__dict__.get('loss') is not loss: _count_unseen(learn, r)
+    b.seen = True   # or counted
 
 def _by(f, learn, i, b):
     "A batch by a `one_batch` that is not ours, which is given what fastai gives it"
     r,learn.replayed = _replay(learn),None
-    state = _begun(r)
+    state,loss = _begun(r),learn.__dict__.get('loss')
     state.raws,state.later,state.quiet,state.begun = None,[],False,True   # `f` may change anything
     try: f(learn, i, b.batch() if isinstance(b, RawBatch) else b)
     finally:
-        _close(learn, r)
+        _close(learn, r, loss)
         r.step.batch.begun = False
 
 # %% ../nbs/api/06c_loop.ipynb #06c00f01
@@ -145,6 +146,7 @@ def _by(f, learn, i, b):
 def _do_one_batch(self:Learner):
     r = _replay(self)
     if r is None or not r.step.batch.open: return do_step(self)
+    r.step.batch.seen = True
     if r.do_batch(): return
     b = r.step.batch
     if b.raws is not None:
@@ -154,6 +156,18 @@ def _do_one_batch(self:Learner):
     r.fit.plain[r.fit.reason] += 1
     do_step(self)
     if b.interrupt: raise b.interrupt   # of the keyboard; a callback that has raised it has done so again by now
+
+# %% ../nbs/api/06c_loop.ipynb #06c00f02
+_passed_by = ("{} runs in the place of fastai's, past `Learner._do_one_batch` of fastai_xla, within which steps are recorded: make "
+              "a callback of it (`after_pred`, `before_step`, ...), or a `Learner.one_batch` that calls `self._do_one_batch()`")
+
+def _count_unseen(learn, r):
+    "Count a batch that another method has done, and tell of that"
+    other = in_place(learn, '_do_one_batch') or in_place(learn, 'one_batch')
+    if not other: return   # a callback has set `learn.loss` and cancelled the batch
+    why = (r.by_log and r.by_log.fit.found.get(learn.training)) or _passed_by.format(other)
+    if why not in r.fit.plain: r.reasons.tell(why)
+    r.fit.plain[why] += 1
 
 # %% ../nbs/api/06c_loop.ipynb #5b1f09ac
 def _says_grad(f):
@@ -231,6 +245,7 @@ def _looks_at_model(cb):
 def _singly(self:Replay) -> str:
     "Why steps cannot be recorded as one; empty if they may be"
     step = self.step
+    if other := in_place(self.learn, '_do_one_batch'): return f"{other} runs in the place of fastai's; without `steps_per_execution` it is replayed"
     if not step.folds(): return f"{names_of(step.acting('looks at the batch', _looks))} looks at each batch before its step"
     if cbs := step.acting('looks at the model', _looks_at_model):
         return f"{names_of(cbs)} may look at the model or its optimizer after each of them, or change them"

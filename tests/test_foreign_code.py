@@ -379,6 +379,91 @@ def test_learner_class_has_another_one_batch(monkeypatch, f, name):
     if f is not steps_twice: assert not plain(there)
     if f is as_a_package_has_it: assert there.xla_report().per_batch('training')['executions'] == 1
 
+# A `_do_one_batch` in the place of the Learner's
+
+def does_a_batch(self):
+    self.batches = getattr(self, 'batches', 0)+1
+    self.pred = self.model(*self.xb)
+    self('after_pred')
+    self.loss_grad = self.loss_func(self.pred, *self.yb)*(1+self.batches%2)
+    self.loss = self.loss_grad.clone()
+    self('after_loss')
+    if not self.training: return
+    self.loss_grad.backward()
+    self._with_events(self.opt.step, 'step', CancelStepException)
+    self.opt.zero_grad()
+
+def calls_fastais(self):
+    self.batches = getattr(self, 'batches', 0)+1
+    Learner._do_one_batch(self)
+
+class Late(Callback):
+    "Puts it there in the middle of a fit"
+    def before_train(self): self.was = Learner._do_one_batch
+    def after_batch(self):
+        if self.training and self.iter == 2: Learner._do_one_batch = does_a_batch
+    def after_train(self): Learner._do_one_batch = self.was
+
+def learner_with(where, monkeypatch, f=does_a_batch, name='_do_one_batch'):
+    "A function that makes one"
+    kwargs = dict(opt_func=SGD, metrics=accuracy, loss_func=CrossEntropyLossFlat(), cbs=Late() if where == 'late' else None)
+    if where == 'class': monkeypatch.setattr(Learner, name, f)
+    cls = type('Mine', (Learner,), {name: f}) if where == 'subclass' else Learner
+    def make():
+        learn = cls(image_dls(n=5*8, n_valid=2*8, bs=8, shuffle=False), mlp(), **kwargs)
+        if where == 'instance': setattr(learn, name, f.__get__(learn))
+        return learn
+    return make
+
+@pytest.mark.parametrize('where,f', [*((o, does_a_batch) for o in ('class', 'subclass', 'instance')), ('subclass', calls_fastais)])
+def test_another_do_one_batch_is_replayed(monkeypatch, where, f):
+    "It runs at every step, here with a loss that is another in each second one"
+    learn = compare(learner_with(where, monkeypatch, f), partial(fits, n=3))
+    assert learn.batches == 3*(5+2) and not plain(learn)
+    assert {phase for phase,_ in learn.xla_report().recorded} == {'training', 'validation'}
+    assert learn.xla_report().per_batch('training')['executions'] == 1
+
+def passed_by(learn, why='past `Learner._do_one_batch`'): return [n for k,n in plain(learn).items() if why in k]
+
+def test_another_do_one_batch_is_told_of_where_it_comes_in_the_middle(monkeypatch):
+    learn = compare(learner_with('late', monkeypatch), partial(fits, n=2))
+    line = does_a_batch.__code__.co_firstlineno
+    assert passed_by(learn, f'Learner._do_one_batch (test_foreign_code.py, line {line}) runs') == [2*2]
+
+def test_another_do_one_batch_and_several_steps_as_one(monkeypatch):
+    "fastai's had run in its place, in silence"
+    make = learner_with('subclass', monkeypatch)
+    _,there = told(make, fits)
+    with pytest.warns(UserWarning) as warned: learn,here = told(make, fits, True, replay=True, steps_per_execution=2)
+    assert all(agree(there[k], here[k], 1e-4) for k in there) and passed_by(learn) == [2*(5+2)]
+    texts = [str(w.message) for w in warned]
+    assert sum('Mine._do_one_batch' in t and 'one by one' in t for t in texts) == 1
+    assert sum('Mine._do_one_batch' in t and 'each is retraced' in t for t in texts) == 1
+
+def by_hand(self, i, b):
+    self.iter = i
+    self._split(b)
+    self('before_batch')
+    does_a_batch(self)
+    self('after_batch')
+
+@pytest.mark.parametrize('where', ['subclass', 'instance'])
+@pytest.mark.parametrize('f', [as_a_package_has_it, halves_the_batch, steps_twice, wraps, by_hand])
+def test_a_learner_has_another_one_batch(monkeypatch, where, f):
+    g = wraps(Learner.one_batch) if f is wraps else f
+    learn = compare(learner_with(where, monkeypatch, g, 'one_batch'), fits)
+    if f is by_hand: assert passed_by(learn, f"{type(learn).__name__}.one_batch (test_foreign_code.py, line ") == [2*(5+2)]
+    elif f is not steps_twice: assert not plain(learn) and learn.xla_report().recorded
+
+class Cancels(Callback):
+    def before_batch(self):
+        self.learn.loss = tensor(0.)
+        if self.iter % 2: raise CancelBatchException
+
+def test_batches_that_are_cancelled_are_not_counted(monkeypatch):
+    learn = compare(lambda: learner(cbs=Cancels(), metrics=None), fits)
+    assert not passed_by(learn)
+
 # A recorder whose methods a package has put in the place of fastai's
 
 def own_recorder(monkeypatch, prefix):
