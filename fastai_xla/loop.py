@@ -245,7 +245,8 @@ def _looks_at_model(cb):
 def _singly(self:Replay) -> str:
     "Why steps cannot be recorded as one; empty if they may be"
     step = self.step
-    if other := in_place(self.learn, '_do_one_batch'): return f"{other} runs in the place of fastai's; without `steps_per_execution` it is replayed"
+    other = in_place(self.learn, '_do_one_batch')
+    if other: return f"{other} runs in the place of fastai's; without `steps_per_execution` it is replayed"
     if not step.folds(): return f"{names_of(step.acting('looks at the batch', _looks))} looks at each batch before its step"
     if cbs := step.acting('looks at the model', _looks_at_model):
         return f"{names_of(cbs)} may look at the model or its optimizer after each of them, or change them"

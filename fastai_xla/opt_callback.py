@@ -159,6 +159,9 @@ def after_batch(self:XLAOptCallback):
     learn,replay = self.learn,self.replay
     others = getattr(getattr(learn, 'replayed', None), 'others', ())   # metrics that are computed after the step
     self.settle(replay is None or replay.step.user_callbacks() or bool(others))
+    # the first forward pass may set a buffer up, as an ActNorm's
+    away = getattr(learn, 'iter', 0) == 0 and any(not is_xla(b) for m in modules_of(learn) for b in m.buffers())
+    if away: move_learner(learn, self.device)
     self.ended = rng_state()
     if self.fitting:
         self.log.batch('training' if learn.training else 'validation',

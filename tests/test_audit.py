@@ -102,3 +102,55 @@ def test_functions_of_the_users_are_watched_where_there_are_any(loss):
     recs = [r for recs in learn.xla_opt.replay.kinds.recs.values() for r in recs]
     assert len(recs) == 2 and sum(learn.xla_opt.replay.fit.audits.values()) > 0
     assert all(r.guards.users == (not isinstance(loss, CrossEntropyLossFlat)) for r in recs)
+
+# A buffer that is on the CPU for a while
+
+class Scaled(nn.Module):
+    "An ActNorm in miniature, whose first forward pass sets a buffer up"
+    def __init__(self, reads):
+        super().__init__()
+        self.reads,self.again,self.net,self.log_scale = reads,False,convnet(),nn.Parameter(torch.zeros(()))
+        self.register_buffer('scale', torch.zeros(()))
+    def forward(self, x):
+        if self.reads and not self.scale > 0:
+            self.log_scale.data = -x.std().log().data
+            self.scale = torch.tensor(1.)
+        return self.net(x*self.scale*self.log_scale.exp())
+
+class Sets(Callback):
+    "Puts a tensor on the CPU in the place of the buffer where a step is about to be recorded again, and may write to it"
+    def __init__(self, writes): self.writes = writes
+    def after_batch(self):
+        model = self.learn.model
+        if not self.training or self.epoch: return
+        if self.iter == 1: model.scale,model.again = torch.tensor(1.),True
+        if self.iter == 4 and self.writes: model.scale.fill_(2.)
+
+def scaled(replay, reads=False, cbs=None):
+    torch.manual_seed(0)
+    learn = Learner(image_dls(shuffle=False), Scaled(reads), loss_func=CrossEntropyLossFlat(), cbs=cbs, opt_func=SGD).to_xla(replay=replay)
+    with warnings.catch_warnings(record=True) as told, learn.no_bar(), learn.no_logging():
+        warnings.simplefilter('always')
+        learn.fit(3, 1e-2)
+    return learn,[str(o.message) for o in told if 'audit' in str(o.message)]
+
+@pytest.mark.parametrize('audits', [False, True])
+@pytest.mark.parametrize('writes', [False, True])
+def test_a_buffer_that_is_moved_between_epochs_is_no_alarm(request, writes, audits):
+    if not audits: request.getfixturevalue('without_audits')
+    right,_ = scaled(False, cbs=Sets(writes))
+    learn,told = scaled('auto', cbs=Sets(writes))
+    assert not told and not learn.xla_report().plain and is_xla(learn.model.scale)
+    assert torch.allclose(tensor(learn.recorder.losses), tensor(right.recorder.losses), rtol=1e-5)
+
+@pytest.mark.parametrize('log', [False, True])
+def test_a_buffer_that_the_first_forward_pass_sets(log, monkeypatch):
+    "Each step reads it, and the report names the line. The first two of each phase are tries"
+    if log: monkeypatch.undo()   # as without `recorded`
+    right,_ = scaled(False, reads=True)
+    learn,told = scaled('auto', reads=True)
+    assert not told and is_xla(learn.model.scale) and learn.model.scale == 1
+    assert torch.equal(tensor(learn.recorder.losses), tensor(right.recorder.losses))
+    plain = learn.xla_report().plain
+    if log: assert [n for why,n in plain.items() if 'Tensor.__bool__ at test_audit.py, line' in why] == [3*(8+4) - 2*2] and len(plain) == 1
+    else: assert set(plain) == {'the value of a tensor is read within the step'}
