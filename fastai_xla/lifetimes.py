@@ -8,7 +8,7 @@ Docs: https://fastai-xla.github.io/fastai_xla/api/lifetimes.html.md"""
 __all__ = ['Batch', 'Parts', 'Fit', 'Reasons', 'Stream']
 
 # %% ../nbs/api/06a_lifetimes.ipynb #06a100003
-import warnings
+import re, warnings
 from collections import Counter
 from typing import NamedTuple
 
@@ -57,6 +57,8 @@ class Fit:
         self.shared = False   # does somebody hold an alias of a parameter?
 
 # %% ../nbs/api/06a_lifetimes.ipynb #06a100012
+_numbers = re.compile(r': [-+.\de]+ -> [-+.\de]+$')
+
 class Reasons:
     "Why batches could not be replayed, in all fits"
     def __init__(self,
@@ -71,6 +73,13 @@ class Reasons:
     ) -> str:
         "How this reason is told"
         return self.texts.setdefault(why, text)
+
+    def of_call(self,
+        why:str, # In what a call of a log differs from an earlier one
+    ) -> str:
+        "How that is told: once for a call, whatever the numbers, and once for what else differs there"
+        call,_,what = why.partition(' has another ')
+        return self.first_text((call, bool(_numbers.search(what))), why)
 
     def tell(self,
         why:str, # As it is told

@@ -245,7 +245,7 @@ def _tell(self:Logged, why, refused):
     r,training,batch,fit = self.replay,self.replay.learn.training,self.batch,self.fit
     count,plain = fit.counts[training],r.fit.plain
     count['refused' if refused else 'traced'] += 1
-    why = fit.why = r.reasons.first_text(why.partition(' has another ')[0], why)   # one reason for a call, whatever the number
+    why = fit.why = r.reasons.of_call(why)
     new = batch.kind not in fit.kinds
     fit.kinds.add(batch.kind)
     if batch.log.goes_back and training not in fit.off:   # a replayed step leaves no graph to go back to
@@ -258,9 +258,8 @@ def _tell(self:Logged, why, refused):
         elif count['refused'] == 2: fit.off[training],fit.found[training] = '',why   # it is recorded
         return
     (plain if refused else fit.again)[why] += 1
-    if count['traced'] > 3:   # what is recorded again and again is a cost
-        plain.update(fit.again)
-        fit.again.clear()
+    if count['traced'] > 3: plain.update(fit.again), fit.again.clear()   # what is recorded again and again is a cost
+    r.step.batch.tracing = why in fit.again   # what is counted as retraced is a steady batch
     often = count['refused'] + count['traced'] - fit.n_kinds(training)
     if often > most_programs and often > count['replayed']: self._stop(why)
 

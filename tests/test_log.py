@@ -3,6 +3,7 @@ import dataclasses, math, os, random
 from functools import partial
 from math import cos, pi
 from types import SimpleNamespace
+from typing import Optional
 import numpy as np, own_process, pytest, torch, torch.nn.functional as F
 from torch import nn
 from fastai.basics import *
@@ -365,3 +366,27 @@ def test_an_audit_finds_what_a_guard_has_missed(loss, cb, found, monkeypatch):
     r = learn.xla_opt.replay
     assert counts(learn)[True]['replayed'] == 9 and r.fit.audits[True] == 4   # after 2, 4 and 8 batches, and at the first of epoch 1
     assert {why: n for why,n in r.fit.plain.items() if 'an audit found' in why} == {first(r.fit.plain): 20 + 4}
+
+@torch.jit.script
+def scaled_step(p:torch.Tensor, g:torch.Tensor, lr:float, avg:Optional[torch.Tensor]=None):
+    if avg is None: avg = torch.zeros_like(p)
+    avg.mul_(.9).add_(g)
+    p.add_(avg, alpha=-lr)
+    return avg
+
+class Scripted(Optimizer):
+    "A scheduled number that nobody can track, and an argument that comes with the second step"
+    def __init__(self, params, lr): super().__init__(params, [None], lr=lr)
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p,_,state,hyper in self.all_params(with_grad=True):
+            state['avg'] = scaled_step(p, p.grad, hyper['lr'], *map(state.get, {'avg'} & {*state}))
+
+def test_batches_that_are_retraced_have_their_own_reason_and_are_steady():
+    "Not that of the second step"
+    _,learn = run(lambda: dict(opt_func=Scripted, cbs=lambda: [ParamScheduler({'lr': SchedLin(.01, .1)})]), 'auto')
+    report = learn.xla_report()
+    plain = [(n, why) for why,n in report.plain.items() if 'scaled_step at test_log.py' in why]
+    assert [n for n,_ in plain] == [1, 28] and '3 things -> 4 things' in plain[0][1] and 'has another argument: 0.0' in plain[1][1]
+    # without the first three, and the first that is not logged
+    assert len(report.plain) == 2 and report.log.n_steady('training') == 30 - 3 - 1

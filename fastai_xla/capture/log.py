@@ -189,7 +189,7 @@ def _matching(self:Log, f, key):
 def _difference(self:Log, f, key):
     "How a call differs from those that were logged"
     kids,here = self.cur.kids,f'{call_name(f)} at {user_line()}'
-    n = first(kids, lambda n: n.f == f)
+    n = first(reversed(kids), lambda n: n.f == f)   # the last that was logged is the nearest
     if not kids: return f'{here} comes after all calls of an earlier step'
     if n is None: return f'{here} comes where {call_name(kids[0].f)} ({kids[0].template.line}) was called before'
     (skeleton,context,guard),(skeleton2,context2,guard2) = n.key,key
