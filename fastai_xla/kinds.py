@@ -167,11 +167,11 @@ def _alive(self:Kinds):
 
 @patch
 def _forget(self:Kinds):
-    "Drop recordings of a model or an optimizer that the learner has no longer: they hold its memory"
+    "Drop recordings of a model or an optimizer that training or validation has no longer: they hold its memory"
     learn,states = self.step.learn,[id(o.state) for o in self.step.optimizers()]
     for key,alive in list(self.held.items()):
-        others = key['training'] == learn.training and [id(o) for o in alive['states']] != states
-        if alive['model'] is not learn.model or others: del self.recs[key],self.held[key]
+        if key['training'] != learn.training: continue   # as of the weights that are averaged
+        if alive['model'] is not learn.model or [id(o) for o in alive['states']] != states: del self.recs[key],self.held[key]
     keep = {self.states.now, *(key['the state of the model or the loss'] for key in self.recs)}
     self.states.seen = {i: o for i,o in self.states.seen.items() if i in keep}
 

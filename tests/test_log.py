@@ -1,5 +1,6 @@
 "Learners with code of the user's: it runs at every step, only the device's work is replayed; the same numbers as retraced steps"
 import dataclasses, math, os, random
+from copy import deepcopy
 from functools import partial
 from math import cos, pi
 from types import SimpleNamespace
@@ -10,6 +11,7 @@ from fastai.basics import *
 from fastai.callback.all import *
 from fastai_xla.all import *
 from fastai_xla.graphs import compile_graph, manual_seed
+from fastai_xla.runtime import device
 from fastai_xla.capture.known import KnownModule
 from fastai_xla.logged import unknown_code
 
@@ -390,3 +392,16 @@ def test_batches_that_are_retraced_have_their_own_reason_and_are_steady():
     assert [n for n,_ in plain] == [1, 28] and '3 things -> 4 things' in plain[0][1] and 'has another argument: 0.0' in plain[1][1]
     # without the first three, and the first that is not logged
     assert len(report.plain) == 2 and report.log.n_steady('training') == 30 - 3 - 1
+
+def copied(net):
+    "A loss that copies a network in each step"
+    def loss(pred, targ): return F.mse_loss(pred, targ) + deepcopy(net)(pred).mean()
+    return loss
+
+def test_another_module_of_the_same_class_is_said_to_be():
+    def story():
+        net = nn.Sequential(nn.Linear(1, 1), nn.Tanh()).to(device())
+        return dict(loss_func=lambda: copied(net))
+    _,learn = run(story, 'auto')
+    assert any(f'test_log.py, line {copied.__code__.co_firstlineno+2} is another Sequential than the one that was called there before' in why
+               for why in learn.xla_report().plain)

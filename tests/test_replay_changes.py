@@ -603,6 +603,27 @@ def test_small_cache():
                          env=os.environ | dict(XLA_COMPILATION_CACHE_SIZE='2'), capture_output=True, text=True)
     assert ' same ' in res.stdout, res.stdout + res.stderr[-2000:]
 
+class Averaged(Callback):
+    "Validates with an average of the weights, as callbacks do that put another model there for it"
+    def before_fit(self): self.mean = deepcopy(self.learn.model)
+    def after_train(self):
+        with torch.no_grad():
+            for a,p in zip(self.mean.parameters(), self.learn.model.parameters()): a.lerp_(p, .5)
+    def before_validate(self): self.own,self.learn.model = self.learn.model,self.mean
+    def after_validate(self): self.learn.model = self.own
+
+def test_a_model_that_is_there_for_validation_alone_drops_no_recordings():
+    def fitted(replay):
+        torch.manual_seed(0)
+        learn = image_learner(dls=image_dls(shuffle=False), cbs=Averaged()).to_xla(replay=replay)
+        with learn.no_bar(), learn.no_logging(): learn.fit(3, 1e-2)
+        return learn
+    right,learn = fitted(False),fitted('auto')
+    assert tensor(learn.recorder.losses).equal(tensor(right.recorder.losses)) and learn.recorder.values == right.recorder.values
+    report = learn.xla_report()
+    assert report.recordings.groupby('phase').recordings.sum().to_dict() == {'training': 1, 'validation': 1}
+    assert not report.plain and not report.again and report.audits['training'] == 4   # at batches 2, 4 and 8 of the recording, and where epochs begin
+
 if __name__ == '__main__':
     import time, traceback
     from fastai_xla.replay import Replay

@@ -8,7 +8,7 @@ Docs: https://fastai-xla.github.io/fastai_xla/api/capture.calls.html.md"""
 __all__ = ['T', 'P', 'get_version', 'questions', 'hook_calls', 'makers', 'cutting', 'arithmetic_of_ints', 'arithmetic',
            'takes_ints', 'takes_floats', 'is_question', 'is_on_xla', 'flags_of', 'n_reads', 'why_read', 'is_read',
            'call_name', 'user_line', 'context_now', 'in_context', 'Node', 'Answer', 'Template', 'End', 'Kind',
-           'node_of', 'Miss']
+           'another_call', 'node_of', 'Miss']
 
 # %% ../../nbs/api/05k_capture.calls.ipynb #269797f3
 import sys
@@ -175,6 +175,16 @@ class Kind:
             t = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device).requires_grad_()
             self.asked = t if self.leaf else t.view_as(t)
         return self.asked
+
+# %% ../../nbs/api/05k_capture.calls.ipynb #6cf0fe9f
+def another_call(
+    f, # What is called
+    n:Node, # What was called there in an earlier step
+) -> str:
+    "How the two differ"
+    name,was,line = call_name(f),call_name(n.f),user_line()
+    if (name, line) == (was, n.template.line): return f"{name} at {line} is another {name} than the one that was called there before"
+    return f'{name} at {line} comes where {was} ({n.template.line}) was called before'
 
 # %% ../../nbs/api/05k_capture.calls.ipynb #6cf0fea0
 def node_of(

@@ -191,7 +191,7 @@ def _difference(self:Log, f, key):
     kids,here = self.cur.kids,f'{call_name(f)} at {user_line()}'
     n = first(reversed(kids), lambda n: n.f == f)   # the last that was logged is the nearest
     if not kids: return f'{here} comes after all calls of an earlier step'
-    if n is None: return f'{here} comes where {call_name(kids[0].f)} ({kids[0].template.line}) was called before'
+    if n is None: return another_call(f, kids[0])
     (skeleton,context,guard),(skeleton2,context2,guard2) = n.key,key
     if context != context2: return f'{here} runs under another autocast, default dtype or gradient mode'
     if skeleton != skeleton2: return f'{here} has another argument: {_changed(skeleton, skeleton2)}'
