@@ -403,5 +403,5 @@ def test_another_module_of_the_same_class_is_said_to_be():
         net = nn.Sequential(nn.Linear(1, 1), nn.Tanh()).to(device())
         return dict(loss_func=lambda: copied(net))
     _,learn = run(story, 'auto')
-    assert any(f'test_log.py, line {copied.__code__.co_firstlineno+2} is another Sequential than the one that was called there before' in why
-               for why in learn.xla_report().plain)
+    line = f'test_log.py, line {copied.__code__.co_firstlineno+2}'
+    assert f'Sequential at {line} is another Sequential than the one that was called there before' in learn.xla_report().plain

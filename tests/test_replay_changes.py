@@ -622,7 +622,7 @@ def test_a_model_that_is_there_for_validation_alone_drops_no_recordings():
     assert tensor(learn.recorder.losses).equal(tensor(right.recorder.losses)) and learn.recorder.values == right.recorder.values
     report = learn.xla_report()
     assert report.recordings.groupby('phase').recordings.sum().to_dict() == {'training': 1, 'validation': 1}
-    assert not report.plain and not report.again and report.audits['training'] == 4   # at batches 2, 4 and 8 of the recording, and where epochs begin
+    assert not report.plain and not report.again and report.audits['training'] == 4   # its batches 2, 4 and 8, and where epochs begin
 
 if __name__ == '__main__':
     import time, traceback
