@@ -32,6 +32,7 @@ from .mixed import *
 from .parallel import *
 from .learner_step import *
 from .moves import *
+from .targets import *
 
 # %% ../nbs/api/06f_opt_callback.ipynb #9c0526e3
 def _opt_params(opt): return [p for pg in opt.param_lists for p in pg]
@@ -114,6 +115,7 @@ class XLAOptCallback(Callback):
     ):
         self.device,self.log,self.fitting,self.replay,self.ran = device,CostLog(),False,None,False
         self.shapes,self.told = {},set()   # of batches in this fit; what has been told of tensors in attributes
+        self.targets = None   # of the phase's first batch
         self.ended = 0   # the random state at the end of the last batch
         self.layout = ParamLayout()   # on many devices
         self.homes = {}   # (module, name) -> the parameter that was there when the model was moved last
@@ -139,9 +141,9 @@ class XLAOptCallback(Callback):
         self.ran = False
         if self.replay: self.replay.stream.end()
 
-    def before_train(self):    self._between('before training,')
+    def before_train(self):    self._begin('before training,')
     def after_train(self):     self._between('after training,')
-    def before_validate(self): self._between('before validation,')
+    def before_validate(self): self._begin('before validation,')
     def after_validate(self):  self._between('after validation,')
     def after_epoch(self):     self._between('after')
     def after_fit(self):       self.hidden()
@@ -166,6 +168,7 @@ def after_batch(self:XLAOptCallback):
     if self.fitting:
         self.log.batch('training' if learn.training else 'validation',
                        f'epoch {learn.epoch}, batch {learn.iter}', bool(replay and replay.step.batch.tracing))
+    if self.targets: self.targets = self.targets.check(learn)
 
 # %% ../nbs/api/06f_opt_callback.ipynb #79c471a2
 @patch
@@ -189,6 +192,11 @@ def hidden(self:XLAOptCallback):
     new = [n for n in names if n not in self.told]
     if new: warnings.warn(moved_text(new, self.device))
     self.told.update(names)
+
+@patch
+def _begin(self:XLAOptCallback, where):
+    self._between(where)
+    self.targets = watch_targets(self.learn)
 
 @patch
 def _between(self:XLAOptCallback, where):
