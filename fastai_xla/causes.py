@@ -116,6 +116,7 @@ class Op:
     ):
         store_attr()
         self.key,self.ins = (func, site, n),_tensors((args, kwargs))
+        self.selects = any(map(selects, fallbacks))
     @property
     def name(self) -> str: return f'aten.{self.func._schema.name.split("::")[1]}'
     def __repr__(self): return f"{self.name}({', '.join(map(repr, self.ins))}) -> {', '.join(map(repr, _tensors(self.outs))) or '-'}"

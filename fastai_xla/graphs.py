@@ -6,7 +6,7 @@ Docs: https://fastai-xla.github.io/fastai_xla/api/graphs.html.md"""
 
 # %% auto #0
 __all__ = ['pending', 'graph_text', 'hlo_text', 'stablehlo', 'stablehlo_text', 'graph_hash', 'graph_debug', 'graph_scope',
-           'use_cache', 'memory_info', 'manual_seed', 'rng_state', 'cannot_replay', 'tensor_id', 'buffers',
+           'selects', 'use_cache', 'memory_info', 'manual_seed', 'rng_state', 'cannot_replay', 'tensor_id', 'buffers',
            'send_constants', 'known_constants', 'n_holders', 'graph_inputs', 'compile_graph', 'Dropped', 'run_graph',
            'seed_tensor', 'advance_rng', 'next_seed', 'after_draws', 'n_draws', 'n_syncs', 'n_moves', 'settle_tensors',
            'compute', 'drop_pending', 'shared_scalars']
@@ -84,6 +84,12 @@ def graph_scope(
     scope = _core('profiler').scope_pusher(name)
     try: yield
     finally: del scope
+
+def selects(
+    name:str, # Of an operator, as `aten::nonzero`
+) -> bool:
+    "Does the shape of its result depend on values? Each is another graph"
+    return any(o in name for o in ('nonzero', 'masked_select', 'unique'))
 
 # %% ../nbs/api/00b_graphs.ipynb #4103d8d1
 def use_cache(

@@ -30,6 +30,14 @@ _cures = dict(shape="Give all batches one shape.", dtype="Give all batches one d
     number="Make it a tensor on the device, made once and updated there.",
     transfer="Keep it a tensor (`.detach()`; to collect them, append in `after_batch`) and read it at the end of an epoch.",
     fallback="Write it with operators that XLA has.", compile="")
+_of_mask = ("Each number of elements that a mask selects is another shape, and a program of its own. Keep them all: `torch.where(mask, a, b)`; "
+    "in a loss `(each*mask).sum()/mask.sum()`, where `each` is that of each element, as `reduction='none'` gives it.")
+_of_values = ("It finds or counts values: its result has no fixed shape, and each shape is a program of its own. Do it on the host, where the "
+    "dataset makes its items, or with what has one shape: `torch.where(mask, a, b)`, a product with the mask, `F.one_hot(t, n).sum(0)`.")
+
+def _cure(cause):
+    if not (cause.op and cause.op.selects and cause.kind in ('shape', 'fallback')): return _cures[cause.kind]
+    return _of_mask if cause.op.name in ('aten.index', 'aten.index_put', 'aten.masked_select') else _of_values
 
 _reads = {'_local_scalar_dense': 'a number was read from the device: `.item()`, `float()`, `bool()` or an `if`',
     '_to_copy': 'a tensor was copied to the host: `.cpu()`, `.numpy()`, `.tolist()` or `print`'}
@@ -170,7 +178,7 @@ def _add(self:OpWatch, causes, where):
 @patch(as_prop=True)
 def table(self:OpWatch) -> pd.DataFrame: # One row for each cause
     "All causes so far"
-    rows = [dict(cause=c.kind, what=c.what, line=c.line, through=c.site.via, batches=c.times, first=c.where, cure=_cures[c.kind])
+    rows = [dict(cause=c.kind, what=c.what, line=c.line, through=c.site.via, batches=c.times, first=c.where, cure=_cure(c))
         for c in self.causes.values()]
     return pd.DataFrame(rows, columns='cause what line through batches first cure'.split())
 
@@ -179,7 +187,7 @@ def _left(op):
     if not op.fallbacks: return Cause('transfer', _reads.get(op.name[5:], f'{op.name} brought its result to the host'), op)
     ran = ', '.join(op.fallbacks)
     if op.fallbacks.keys() != {op.name.replace('.', '::')}: ran = f'{ran} (in {op.name})'
-    why = ": how much it selects is known only once it has run" if any(o in ran for o in ('nonzero', 'masked_select', '_unique')) else ''
+    why = ": how much it selects is known only once it has run" if op.selects else ''
     return Cause('fallback', f'{ran} has no XLA kernel and ran on the CPU{why}', op)
 
 def _numbers(old, new):

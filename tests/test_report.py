@@ -86,6 +86,19 @@ def test_in_own_function():
     [line] = learn.xla_report().causes.line
     assert 'in helper' in line and 'learn.fit' not in line
 
+@pytest.mark.parametrize('select,cure', [(lambda p, y: p[y > 0], '(each*mask).sum()/mask.sum()'), (lambda p, y: p[y == 1], 'torch.where(mask, a, b)'),
+    (lambda p, y: p*len(y.unique()), 'F.one_hot(t, n).sum(0)'), (lambda p, y: p[y.nonzero()[:,0]], 'where the dataset makes its items')],
+    ids='elements rows unique nonzero'.split())
+def test_shapes_that_depend_on_values(select, cure):
+    "What a mask selects: the batches have one shape, and the cure is another"
+    def loss(p, y): return F.cross_entropy(p, y) + select(p, y.as_subclass(torch.Tensor)).pow(2).mean()
+    learn = image_learner(loss_func=loss).to_xla()
+    with learn.no_bar(), learn.no_logging(): learn.fit(1, 1e-2)
+    r = learn.xla_report(causes=True)
+    assert 'how many elements it gives depends on values, and each new count compiles a program' in repr(r)
+    cures = r.causes.cure[r.causes.cause.isin(['shape', 'fallback'])].tolist()
+    assert cures and all(cure in c for c in cures), r.causes.to_string()
+
 def test_does_not_change():
     "Watched or not: the same numbers, the same programs, and the replay back in its place"
     def run(watch):

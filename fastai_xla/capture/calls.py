@@ -24,6 +24,7 @@ from fastcore.all import *
 
 from ..runtime import *
 from ..runtime import file_name, met
+from ..graphs import selects
 from .known import *
 
 # %% ../../nbs/api/05k_capture.calls.ipynb #8bb723a4
@@ -74,11 +75,13 @@ def why_read(
     before:dict, # Operators that had run on the CPU, as `xla_counts().fallbacks`, before a call that has read values
 ) -> str:
     "What the call has done"
-    # `nonzero`, as of a mask that is an index, reads whatever kernel it has
-    new = first(n for n,v in xla_counts().fallbacks.items() if before.get(n) != v and n != 'aten::nonzero')
-    return f"runs {new} on the CPU{_no_kernel}" if new else _reads
+    ran = [n for n,v in xla_counts().fallbacks.items() if before.get(n) != v]
+    new = first(n for n in ran if n != 'aten::nonzero')   # which, as of a mask that is an index, reads whatever kernel it has
+    counts = _counts if any(map(selects, ran)) else ''
+    return (f"runs {new} on the CPU{_no_kernel}" if new else _reads) + counts
 
 _no_kernel,_reads = ', as torch_xla has no kernel for it, within the step','reads a value within the step'
+_counts = ': how many elements it gives depends on values, and each new count compiles a program'
 def is_read(
     why:str, # Why a step was refused
 ) -> bool:
