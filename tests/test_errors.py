@@ -318,3 +318,24 @@ def test_a_look_at_targets_costs_the_device_nothing(monkeypatch):
     looked = counts()
     monkeypatch.setattr('fastai_xla.opt_callback.watch_targets', lambda learn: None)
     assert looked == counts() and looked[:2] == (0, 6)
+
+class OwnCovariance(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.l,self.var = nn.Linear(4, 2),torch.full((2,), .4)
+    def forward(self, x):
+        mean = self.l(x)
+        return torch.distributions.MultivariateNormal(mean, torch.diag_embed(self.var.expand_as(mean))).log_prob(x[:,:2])   # the line
+
+@pytest.mark.parametrize('replay', ['auto', False])
+def test_a_tensor_on_the_cpu_in_an_operator_that_falls_back(replay):
+    "A triangular solve took it, and the backward pass ended with `invalid gradient`, which named no line"
+    x = torch.randn(16, 4)
+    dls = DataLoaders.from_dsets(*[torch.utils.data.TensorDataset(x, x)]*2, bs=8, num_workers=0)
+    learn = Learner(dls, OwnCovariance(), loss_func=lambda p, y: -p.mean()).to_xla(replay=replay)
+    line = next(i for i,o in enumerate(Path(__file__).read_text().splitlines(), 1) if o.endswith('   # the line'))
+    told = f'test_errors.py, line {line}.*register_buffer'
+    with learn.no_bar(), learn.no_logging(), pytest.raises(RuntimeError, match=told): learn.fit(1)
+    learn.model.register_buffer('var', learn.model.__dict__.pop('var'))
+    with learn.no_bar(), learn.no_logging(): learn.fit(1)
+    assert torch.stack(learn.recorder.losses).isfinite().all()
