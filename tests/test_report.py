@@ -86,8 +86,9 @@ def test_in_own_function():
     [line] = learn.xla_report().causes.line
     assert 'in helper' in line and 'learn.fit' not in line
 
-@pytest.mark.parametrize('select,cure', [(lambda p, y: p[y > 0], '(each*mask).sum()/mask.sum()'), (lambda p, y: p[y == 1], 'torch.where(mask, a, b)'),
-    (lambda p, y: p*len(y.unique()), 'F.one_hot(t, n).sum(0)'), (lambda p, y: p[y.nonzero()[:,0]], 'where the dataset makes its items')],
+@pytest.mark.parametrize('select,cure', [(lambda p, y: p[y > 0], '(each*mask).sum()/mask.sum()'),
+    (lambda p, y: p[y == 1], 'torch.where(mask, a, b)'), (lambda p, y: p*len(y.unique()), 'F.one_hot(t, n).sum(0)'),
+    (lambda p, y: p[y.nonzero()[:,0]], 'where the dataset makes its items')],
     ids='elements rows unique nonzero'.split())
 def test_shapes_that_depend_on_values(select, cure):
     "What a mask selects: the batches have one shape, and the cure is another"
@@ -98,6 +99,17 @@ def test_shapes_that_depend_on_values(select, cure):
     assert 'how many elements it gives depends on values, and each new count compiles a program' in repr(r)
     cures = r.causes.cure[r.causes.cause.isin(['shape', 'fallback'])].tolist()
     assert cures and all(cure in c for c in cures), r.causes.to_string()
+
+def test_a_read_within_another_library():
+    "The line is the user's, on which there is no index"
+    from torchvision.ops import complete_box_iou_loss
+    def loss(p, y):
+        box = torch.cat([p[:,:2].sigmoid()*.4, p[:,2:].sigmoid()*.4 + .5], 1).as_subclass(torch.Tensor)
+        return complete_box_iou_loss(box, torch.zeros_like(box) + box.new_tensor([0., 0, 1, 1]), reduction='mean')
+    learn = image_learner(loss_func=loss, metrics=None).to_xla()
+    with learn.no_bar(), learn.no_logging(): learn.fit(1, 1e-2)
+    assert "__getitem__ at test_report.py, line " in repr(r := learn.xla_report())
+    assert " (in torchvision's `complete_box_iou_loss`) reads a value" in repr(r)
 
 def test_does_not_change():
     "Watched or not: the same numbers, the same programs, and the replay back in its place"

@@ -101,9 +101,14 @@ def call_name(
 
 def user_line() -> str: # File and line
     "Where the user's code has made the call that is running"
-    f = sys._getframe(1)
-    while f and is_library_name(f.f_globals.get('__name__', '')): f = f.f_back
-    return f'{file_name(f.f_code.co_filename)}, line {f.f_lineno}' if f else 'a place unknown'
+    f,called = sys._getframe(1),None
+    while f and is_library_name(f.f_globals.get('__name__', '')): f,called = f.f_back,f
+    return f'{file_name(f.f_code.co_filename)}, line {f.f_lineno}{_within(called)}' if f else 'a place unknown'
+
+def _within(frame):
+    "The function that the user has called there, where the call stands in another library than torch and fastai"
+    library = frame.f_globals.get('__name__', '').partition('.')[0] if frame else ''
+    return f" (in {library}'s `{frame.f_code.co_name}`)" if library in ('torchvision', 'timm') else ''
 
 # %% ../../nbs/api/05k_capture.calls.ipynb #d8a7997e
 def context_now() -> tuple:
