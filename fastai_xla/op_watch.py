@@ -30,9 +30,11 @@ _cures = dict(shape="Give all batches one shape.", dtype="Give all batches one d
     number="Make it a tensor on the device, made once and updated there.",
     transfer="Keep it a tensor (`.detach()`; to collect them, append in `after_batch`) and read it at the end of an epoch.",
     fallback="Write it with operators that XLA has.", compile="")
-_of_mask = ("Each number of elements that a mask selects is another shape, and a program of its own. Keep them all: `torch.where(mask, a, b)`; "
+_of_mask = ("Each number of elements that a mask selects is another shape, and a program of its own. Keep them all: "
+            "`torch.where(mask, a, b)`; "
     "in a loss `(each*mask).sum()/mask.sum()`, where `each` is that of each element, as `reduction='none'` gives it.")
-_of_values = ("It finds or counts values: its result has no fixed shape, and each shape is a program of its own. Do it on the host, where the "
+_of_values = ("It finds or counts values: its result has no fixed shape, and each shape is a program of its own. "
+              "Do it on the host, where the "
     "dataset makes its items, or with what has one shape: `torch.where(mask, a, b)`, a product with the mask, `F.one_hot(t, n).sum(0)`.")
 
 def _cure(cause):

@@ -115,8 +115,7 @@ class XLAOptCallback(Callback):
     ):
         self.device,self.log,self.fitting,self.replay,self.ran = device,CostLog(),False,None,False
         self.shapes,self.told = {},set()   # of batches in this fit; what has been told of tensors in attributes
-        self.targets = None   # of the phase's first batch
-        self.ended = 0   # the random state at the end of the last batch
+        self.ended,self.targets = 0,None   # the random state at the end of the last batch; targets of the phase's first
         self.layout = ParamLayout()   # on many devices
         self.homes = {}   # (module, name) -> the parameter that was there when the model was moved last
 

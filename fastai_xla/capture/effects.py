@@ -167,6 +167,7 @@ def functions_in(
         found = [o for os in named.values() for o in os if isinstance(o, _functions)]
         todo += [o for o in found if not is_library(getattr(o, '__module__', None) or '')]
 
+# %% ../../nbs/api/05d_capture.effects.ipynb #9b2d4c04
 def names_in(
     f, # Function
     cls:type=object, # Class whose methods it may call

@@ -72,6 +72,7 @@ def _cutting(op):
 for _n in (f'{how}_pad{d}d' for how in ('reflection', 'replication') for d in (1, 2, 3)):
     edges.kernel(_n, key='AutogradXLA')(_cutting(getattr(torch.ops.aten, _n).default))
 
+# %% ../../nbs/api/01jb_lowerings.edges.ipynb #b2c1aa33
 edges.kernel('isneginf', inference=False)(lambda x: x == -math.inf)
 edges.kernel('trace', views=True)(lambda x: x.diagonal().sum())   # of bytes it overflowed
 edges.kernel('_chunk_cat', views=True)(decomposition_table[torch.ops.aten._chunk_cat.default])

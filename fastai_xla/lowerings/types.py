@@ -81,6 +81,7 @@ def _clamp(x, low=None, high=None):
 for _n,_f in dict(clamp=_clamp, clamp_min=_clamp, clamp_max=lambda x, high: _clamp(x, None, high)).items():
     types.kernel(_n, inference=False)(_f)
 
+# %% ../../nbs/api/01ja_lowerings.types.ipynb #a1db0015
 _numbered = [f'{n}.Scalar' for n in 'eq ne lt le gt ge rsub'.split()]
 
 def _of_number(name):

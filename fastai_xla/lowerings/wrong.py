@@ -124,6 +124,7 @@ def _rounded(a, b, *, rounding_mode=None):
 division.kernel('div.Scalar', inference=False)(_division)
 division.kernel('floor_divide', inference=False)(lambda a, b: _rounded(a, b, rounding_mode='floor'))
 
+# %% ../../nbs/api/01j_lowerings.wrong.ipynb #b2c1ab45
 def _floored(a, b):
     "By what a remainder leaves, as PyTorch: 1//.1 is 9, since float32's .1 is a little more"
     dtype = torch.result_type(a, b)
