@@ -121,7 +121,7 @@ for _n in 'fill_.Scalar zero_.default masked_fill_.Scalar masked_fill_.Tensor'.s
     fills.kernel(_n.removesuffix('.default'), key='AutogradXLA')(_filling(getattr(getattr(torch.ops.aten, _name), _overload)))
 
 # %% ../../nbs/api/01l_lowerings.copies.ipynb #19679681
-strides = Lowering('strides', lambda: True, 'the gradient of `as_strided`, and what changes in place, are in other places')
+strides = Lowering('strides', lambda: True, '`as_strided` of a slice, its gradient, and what changes in place, are in other places')
 
 @strides.kernel('as_strided_scatter', views=True)
 def _as_strided_scatter(x, src, size, stride, storage_offset=None):
@@ -131,4 +131,5 @@ def _as_strided_scatter(x, src, size, stride, storage_offset=None):
 
 @strides.kernel('as_strided', key='AutogradXLA')
 def _as_strided(x, size, stride, storage_offset=None):
+    if _is_view(x): x = x.view(-1)   # or the slice that made it is left out
     return as_before(torch.ops.aten.as_strided.default, x, size, stride, storage_offset or 0)

@@ -122,7 +122,8 @@ def _rounded(a, b, *, rounding_mode=None):
     return _quotient(_first(a, b), b, rounding_mode)
 
 division.kernel('div.Scalar', inference=False)(_division)
-division.kernel('floor_divide', inference=False)(lambda a, b: _rounded(a, b, rounding_mode='floor'))
+@division.kernel('floor_divide', inference=False)
+def _floor_divide(a, b): return _rounded(a, b, rounding_mode='floor')
 
 # %% ../../nbs/api/01j_lowerings.wrong.ipynb #b2c1ab45
 def _floored(a, b):
