@@ -238,7 +238,7 @@ class CannotBeLowered(nn.Module):
         self.l,self.bad = nn.Linear(4, 4),bad
     def forward(self, x):
         h = self.l(x)
-        return h + torch.linalg.svd(h[:0,:0])[1].sum() if self.bad else h
+        return h + h[:0].cumprod(0).sum() if self.bad else h
 
 def test_a_fit_after_an_error_of_torch_xla():
     "Every later fit in the process ended with `Check failed: tensor_data`, as long as the error was kept"

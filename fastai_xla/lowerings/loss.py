@@ -12,13 +12,14 @@ import torch
 from fastcore.all import *
 
 from .core import *
+from .edges import finite_largest
 
 # %% ../../nbs/api/01m_lowerings.loss.ipynb #105e0006
 class _LogSumExp(torch.autograd.Function):
     "log(sum(exp(x-m))) and m, the largest number, along `dim`. Nothing else of the size of `x` is kept"
     @staticmethod
     def forward(ctx, x, dim):
-        m = x.amax(dim, keepdim=True)
+        with finite_largest(): m = x.amax(dim, keepdim=True)
         s = (x-m).exp().sum(dim, keepdim=True).log()
         ctx.save_for_backward(x, m, s)
         ctx.mark_non_differentiable(m)
