@@ -143,6 +143,7 @@ def finite_largest():
     try: yield
     finally: _finite.pop()
 
+# %% ../../nbs/api/01jb_lowerings.edges.ipynb #e1dc001a
 def _all(x, dim, keepdim): return x.all() if dim is None else x.all(dim, keepdim)
 
 def _place(name):
