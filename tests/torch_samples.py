@@ -2,6 +2,7 @@
 
 `op_db` holds some 600 operators and makes samples of arguments for each; a few of each are taken. To import it is to forbid torch's flags
 to be set for the rest of the process, so it is done in one of its own."""
+from collections import Counter
 import torch
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._pytree import tree_leaves, tree_map
@@ -50,10 +51,15 @@ def close(a, b):
     most = b.abs().nan_to_num(posinf=0).max().item() if b.numel() and (b.is_floating_point() or b.is_complex()) else 0
     torch.testing.assert_close(a, b, rtol=1e-3, atol=5e-4*max(1, most), equal_nan=True)
 
+counts = Counter()   # samples that are tried, and those that the CPU refuses
+
 def differs(op, sample):
     "What of the sample is otherwise on XLA; None if nothing is, or the CPU refuses it"
+    counts['tried'] += 1
     try: want,slopes = outcome(op, sample, 'cpu')
-    except Exception: return
+    except Exception:
+        counts['refused'] += 1
+        return
     try:
         got,got_slopes = outcome(op, sample, device())
         assert [(t.shape, t.dtype) for t in got] == [(t.shape, t.dtype) for t in want], 'shape or type'
@@ -74,6 +80,7 @@ def wrong(part, of):
         if op.name in not_of_nothing: samples = [s for s in samples if not of_nothing(s)]
         for sample in samples[:3]:
             if why := differs(op, sample): res[name_of(op)] = why[:300]
+    assert counts['refused'] < .05*counts['tried'], counts   # else little has been compared
     return res
 
 def planted():
