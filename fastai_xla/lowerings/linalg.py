@@ -137,7 +137,8 @@ def _det_only(a): return _det(a),a.new_empty(0),a.new_empty(0, dtype=torch.int32
 one_device = Lowering('one_device', lambda: True, 'what runs on the CPU takes tensors on two devices, and fails in the backward pass')
 
 def _on_one(op, *args, **kwargs):
-    if not all(is_xla(a) for a in args if isinstance(a, torch.Tensor)): raise RuntimeError('Expected XLA tensor. Got: torch.FloatTensor')
+    other = first(a for a in args if isinstance(a, torch.Tensor) and not is_xla(a))
+    if other is not None: raise RuntimeError(f'Expected XLA tensor. Got: {other.type()}')
     return as_before(op, *args, **kwargs)
 
 for _op in ('linalg_solve_triangular', 'linalg_lu_solve', 'linalg_lstsq', 'linalg_householder_product', 'ormqr'):
