@@ -13,7 +13,7 @@ __all__ = ['device', 'is_xla', 'sync', 'count_xla', 'manual_seed', 'tpu_numerics
 
 # %% ../nbs/api/20_all.ipynb #eaae11f8
 from .runtime import device, is_xla, sync, count_xla
-from .graphs import manual_seed
+from .seeds import manual_seed
 from .precision import tpu_numerics
 from .report import XLAReport
 from .opt_callback import XLAOptCallback

@@ -135,12 +135,12 @@ def _depends(a, b):
     "Does the program change from `a` to `b`, two calls of one operator with other values?"
     state = rng_state()
     def _at(op):
-        manual_seed(state)
+        set_rng_state(state)
         return _hash(op)
     try:
         with _disable_current_modes(): return _at(a) != _at(b) and _at(a) == _at(a)
     except Exception: return True   # an operator that cannot be called again, so nothing is known against it
-    finally: manual_seed(state)
+    finally: set_rng_state(state)
 
 # %% ../nbs/api/02a_causes.ipynb #2dab381c
 class Cause:

@@ -234,7 +234,7 @@ def _start(dl):
     return (tuple(b) if dl.pin_memory and type(b) == list else b for b in it)
 
 # %% ../nbs/api/06_data.ipynb #2c0623d6
-def _rng_states(): return random.getstate(), pickle.dumps(np.random.get_state()), torch.get_rng_state().numpy().tobytes()
+def _rng_states(): return random.getstate(), pickle.dumps(np.random.get_state()), torch.default_generator.get_state().numpy().tobytes()
 
 _once = '__init__ new randomize shuffle_fn get_idxs before_iter after_iter show_batch'.split()   # in a pass, or not in one
 

@@ -20,7 +20,7 @@ from .transfer import *
 # %% ../nbs/api/00d_draws.ipynb #00d00006
 def host_rng() -> tuple: # Of `random`, numpy and torch
     "The random states of the host"
-    return random.getstate(),np.random.get_state(),torch.get_rng_state()
+    return random.getstate(),np.random.get_state(),torch.default_generator.get_state()
 
 def set_host_rng(
     states:tuple, # As from `host_rng`
@@ -29,7 +29,7 @@ def set_host_rng(
     py,npy,tch = states
     random.setstate(py)
     np.random.set_state(npy)
-    torch.set_rng_state(tch)
+    torch.default_generator.set_state(tch)
 
 _here = threading.local()   # a dataset may draw in another thread
 

@@ -121,7 +121,7 @@ def unchanged(
         for m,was in modes: m.training = was
         for o,was in held.values(): _put_back(o, was)
         for r,was in rngs: r.setstate(was)
-        manual_seed(seeds[0])
+        set_rng_state(seeds[0])
         torch.set_rng_state(seeds[1]), np.random.set_state(seeds[2]), random.setstate(seeds[3])
 
 # %% ../nbs/api/08a_explain.ipynb #3fd8d003
@@ -265,7 +265,7 @@ def _model_graph(model, x):
         sum(o.sum() for o in outs).backward()
     ts = outs + [p.grad for p in model.parameters() if p.grad is not None]
     res = graph_text(ts),hlo_text(ts)
-    manual_seed(state)
+    set_rng_state(state)
     return res
 
 def draw_graph(

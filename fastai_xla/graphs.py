@@ -6,7 +6,7 @@ Docs: https://fastai-xla.github.io/fastai_xla/api/graphs.html.md"""
 
 # %% auto #0
 __all__ = ['pending', 'graph_text', 'hlo_text', 'stablehlo', 'stablehlo_text', 'graph_hash', 'graph_debug', 'graph_scope',
-           'selects', 'use_cache', 'memory_info', 'manual_seed', 'rng_state', 'cannot_replay', 'tensor_id', 'buffers',
+           'selects', 'use_cache', 'memory_info', 'set_rng_state', 'rng_state', 'cannot_replay', 'tensor_id', 'buffers',
            'send_constants', 'known_constants', 'n_holders', 'graph_inputs', 'compile_graph', 'Dropped', 'run_graph',
            'seed_tensor', 'advance_rng', 'next_seed', 'after_draws', 'n_draws', 'n_syncs', 'n_moves', 'settle_tensors',
            'compute', 'drop_pending', 'shared_scalars']
@@ -117,15 +117,15 @@ def memory_info() -> dict: # Empty where the device keeps no account, as the CPU
 # %% ../nbs/api/00b_graphs.ipynb #84774d31
 def _here(): return _XLAC._xla_get_default_device()
 
-def manual_seed(
-    seed:int, # Any integer
+def set_rng_state(
+    state:int, # Any integer
 ):
-    "Seed the random numbers of the XLA device. To seed is not to use it: one of several devices, or all, that can be said later"
+    "Go on drawing on the XLA device from there. That does not yet use it: one of several devices, or all, that can be said later"
     if not torch_xla or _broken: return
-    if n_devices() > 1 and not _XLAC._xla_get_spmd_config_is_locked(): _seeds[:] = [seed % 2**64]
-    else: _XLAC._xla_set_rng_seed(seed % 2**64, _here())
+    if n_devices() > 1 and not _XLAC._xla_get_spmd_config_is_locked(): _seeds[:] = [state % 2**64]
+    else: _XLAC._xla_set_rng_seed(state % 2**64, _here())
 
-def rng_state() -> int: # State to give to `manual_seed`
+def rng_state() -> int: # State to give to `set_rng_state`
     "The random state of the XLA device"
     if _seeds: return _seeds[0]
     return _XLAC._xla_get_rng_seed(_here()) if torch_xla and not _broken else 0

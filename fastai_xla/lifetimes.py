@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from .runtime import *
 from .graphs import *
+from .seeds import *
 from .around import *
 
 # %% ../nbs/api/06a_lifetimes.ipynb #06a100006
@@ -93,31 +94,40 @@ class Stream:
     def __init__(self):
         self.seed,self.syncs = None,0   # the state at the start of the batch, and `n_syncs` then
         self.moved = False   # has the batch drawn before its step, or is the random state not yet where it leaves it?
+        self.n_seeded = 0   # how often the user has seeded the device, as far as that is heeded here
         self.ran_at = None   # `n_moves` after a replayed step, where callbacks may draw or run something
 
     def begin(self):
         "Note the state at the start of a batch"
-        self.seed,self.syncs,self.moved = rng_state(),n_syncs(),False
+        self.seed,self.syncs,self.moved,self.n_seeded = rng_state(),n_syncs(),False,seeded.n
+
+    def _reseeded(self):
+        "Where the user has seeded the device within the batch, the next one goes on from there"
+        if seeded.n == self.n_seeded: return
+        self.seed,self.syncs,self.n_seeded = seeded.state,seeded.syncs,seeded.n
+        if self.ran_at is not None: self.ran_at = max(self.ran_at, seeded.moves)
 
     def before_step(self):
         "A batch that has drawn before its step goes on from there"
+        self._reseeded()
         for _ in range(n_syncs()-self.syncs): self.seed = next_seed(self.seed)   # a callback has run programs of its own
         if rng_state() == self.seed: return
         self.moved = True
-        manual_seed(rng_state())
+        set_rng_state(rng_state())
 
     def after_step(self,
         rng:int, # State before the step
         n_draws:int, # How often the step has drawn
     ):
         "Numbers that callbacks draw go on from those of the step"
-        manual_seed(after_draws(rng, n_draws))
+        set_rng_state(after_draws(rng, n_draws))
         self.moved,self.ran_at = True,n_moves()
 
     def end(self):
         "A step's random numbers go on where those of the batch before it have ended, and the next batch's from this batch's first"
+        self._reseeded()
         if not self.moved: return
         nested = 0 if self.ran_at is None else n_moves()-self.ran_at   # what a callback has run
-        manual_seed(self.seed)
+        set_rng_state(self.seed)
         for _ in range(1+nested): advance_rng()
         self.moved,self.ran_at = False,None

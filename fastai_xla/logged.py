@@ -54,7 +54,7 @@ class LoggedBatch:
         log:Log, # Of its calls
         kind:tuple, # Training? and shapes
     ):
-        self.log,self.kind,self.rng = log,kind,rng_state()
+        self.log,self.kind = log,kind
         self.mets,self.keeping,self.others = [],[],[]   # as of `LearnerStep.metrics`
         self.smooth = None   # value of the smoothed loss
 
@@ -184,6 +184,7 @@ def _run(self:Logged) -> bool: # Has it been run?
         log._give_up(str(e))
         log.refuse(str(e))
         return False
+    rng = rng_state()
     try: results = p.run(log.outside, log.hosts, log.nums)
     except Dropped:
         end.programs.remove(p)
@@ -195,7 +196,7 @@ def _run(self:Logged) -> bool: # Has it been run?
     r.learn.xla_opt.ran = True
     r.tell_others(batch.others)
     self.fit.counts[r.learn.training]['replayed'] += 1
-    if r.step.user_callbacks(): r.stream.after_step(batch.rng, p.n_draws)
+    if r.step.user_callbacks(): r.stream.after_step(rng, p.n_draws)
     return True
 
 # %% ../nbs/api/06bb_logged.ipynb #4b3c918d

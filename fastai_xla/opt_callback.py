@@ -180,7 +180,7 @@ def put_random(self:XLAOptCallback, host, loader, device):
     "Go back to a random state of an earlier batch of the fit"
     set_host_rng(host)
     if loader is not None: self.learn.dl.rng.setstate(loader)
-    manual_seed(device)
+    set_rng_state(device)
     self.ran = True   # it has been moved on
     if self.replay: self.replay.stream.moved = False
 

@@ -10,7 +10,7 @@ from PIL import Image
 from sklearn.datasets import load_digits
 from fastai.vision.all import *
 from fastai_xla.all import *
-from fastai_xla.graphs import manual_seed
+from fastai_xla.seeds import manual_seed
 from fastai_xla.transfer import fetch
 from common import convnet, image_dls, image_learner, params_of
 from probe import *

@@ -4,7 +4,7 @@ import pytest
 from fastai.callback.all import *
 from common import *
 from fastai_xla.all import *
-from fastai_xla.graphs import manual_seed
+from fastai_xla.seeds import manual_seed
 from fastai_xla.transfer import fetch
 from probe import Probe, breaches
 from scenarios.data import siamese

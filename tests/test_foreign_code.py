@@ -6,7 +6,7 @@ from fastai.callback.all import *
 from fastai.test_utils import VerboseCallback
 from fastai_xla.all import *
 from fastai_xla.runtime import device, is_xla
-from fastai_xla.graphs import manual_seed
+from fastai_xla.seeds import manual_seed
 from fastai_xla.transfer import fetch
 from torch.utils.data import TensorDataset
 from common import *

@@ -10,7 +10,8 @@ from torch import nn
 from fastai.basics import *
 from fastai.callback.all import *
 from fastai_xla.all import *
-from fastai_xla.graphs import compile_graph, manual_seed
+from fastai_xla.graphs import compile_graph
+from fastai_xla.seeds import manual_seed
 from fastai_xla.runtime import device
 from fastai_xla.capture.known import KnownModule
 from fastai_xla.logged import unknown_code

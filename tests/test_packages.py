@@ -8,7 +8,7 @@ from fastai_xla.all import *
 from fastai_xla.aot.take import _state_of
 from fastai_xla.capture import state
 from fastai_xla.runtime import device
-from fastai_xla.graphs import manual_seed
+from fastai_xla.seeds import manual_seed
 from fastai_xla.transfer import fetch
 from common import *
 

@@ -18,7 +18,7 @@ from fastai_xla.capture.recording import Recording
 from fastai_xla.capture.values import Numbers
 from fastai_xla.capture.watch import Watch
 from fastai_xla.runtime import device, sync
-from fastai_xla.graphs import manual_seed
+from fastai_xla.seeds import manual_seed
 from fastai_xla.transfer import fetch
 
 pytestmark = pytest.mark.usefixtures('recorded')

@@ -18,7 +18,8 @@ from fastai_xla.cases import TransformerBlock
 from fastai_xla.norm import RunningBatchNorm
 from fastai_xla.convert import convert_norm
 from fastai_xla.runtime import is_xla
-from fastai_xla.graphs import manual_seed, rng_state
+from fastai_xla.graphs import rng_state
+from fastai_xla.seeds import manual_seed
 from fastai_xla.transfer import fetch
 
 pytestmark = pytest.mark.usefixtures('recorded')

@@ -6,7 +6,7 @@ from torch.func import functional_call
 from fastai.vision.all import *
 from fastai.callback.all import *
 from fastai_xla.all import *
-from fastai_xla.graphs import manual_seed
+from fastai_xla.seeds import manual_seed
 from fastai_xla.transfer import fetch
 from fastai_xla.optim import SAM
 from fastai_xla.convert import convert_norm

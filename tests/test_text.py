@@ -7,7 +7,8 @@ import pytest, torch
 from fastai.text.all import *
 from fastai_xla.all import *
 from fastai_xla.runtime import *
-from fastai_xla.graphs import hlo_text, manual_seed
+from fastai_xla.graphs import hlo_text
+from fastai_xla.seeds import manual_seed
 from fastai_xla.transfer import *
 from fastai_xla.lowerings.core import register_lowerings
 import fastai_xla.lowerings.norm, fastai_xla.lowerings.rnn, fastai_xla.compat.text

@@ -150,8 +150,8 @@ class Answer:
 
 class Template:
     "What a call is made of again"
-    __slots__ = 'args names at depth line counts'.split()
-    def __init__(self): self.depth,self.counts = 0,[]
+    __slots__ = 'args names at depth line counts draws'.split()
+    def __init__(self): self.depth,self.counts,self.draws = 0,[],False   # `draws`: has it drawn on the device, when it was made?
 
 class End:
     "Where steps have ended: their programs, and which tensors from outside they change"

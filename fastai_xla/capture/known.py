@@ -161,7 +161,7 @@ def _is_whole(m):
     return not any(_for_all)
 
 # %% ../../nbs/api/05j_capture.known.ipynb #f1414962
-def _host_draws(): return random.getstate(),np.random.get_state()[1:3],torch.get_rng_state()
+def _host_draws(): return random.getstate(),np.random.get_state()[1:3],torch.default_generator.get_state()
 
 class KnownModules:
     "Modules that are one call, as long as they are"

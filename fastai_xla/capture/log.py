@@ -130,9 +130,9 @@ def call(self:Log,
         if n is not None and n.held is not None: return self._answer(n)
         if not saw: return self._call_of_the_host(f, args, kwargs, key, n, before)
         self._give_up(self._difference(f, key))
-        new = self.outside[before[2]:]   # the first calls of a new path are checked as those of a first step
-        if new and any(pending(new)): self.refuse(f"{call_name(f)} at {user_line()} is given a tensor that was made where nobody saw it")
-    reads,flags = n_reads() if saw else 0,self._flags(f)
+        # the first calls of a new path are checked as those of a first step
+        if any(pending(self.outside[before[2]:])): self.refuse(f"{call_name(f)} at {user_line()} is given a tensor that was made where nobody saw it")
+    reads,flags,rng = n_reads() if saw else 0,self._flags(f),rng_state()
     r = self._run(f, self._real(args), self._real(kwargs))
     turns = [(o, Kind(self._object(o))) for o,flag in self._flags(f) if flag and (o, flag) not in flags]
     there = any(map(is_on_xla, leaves := pytree.tree_leaves(r)))
@@ -141,6 +141,7 @@ def call(self:Log,
         saw = False
     if saw or there:
         r = self._note(f, args, kwargs, key, n, before, r, turns)
+        self.cur.template.draws = rng_state() != rng
         if getattr(f, '__name__', '') == 'backward': self._note_filled()
         return r
     self.undo(before)
@@ -190,8 +191,7 @@ def _difference(self:Log, f, key):
     "How a call differs from those that were logged"
     kids,here = self.cur.kids,f'{call_name(f)} at {user_line()}'
     n = first(reversed(kids), lambda n: n.f == f)   # the last that was logged is the nearest
-    if not kids: return f'{here} comes after all calls of an earlier step'
-    if n is None: return another_call(f, kids[0])
+    if n is None: return another_call(f, kids[0]) if kids else f'{here} comes after all calls of an earlier step'
     (skeleton,context,guard),(skeleton2,context2,guard2) = n.key,key
     if context != context2: return f'{here} runs under another autocast, default dtype or gradient mode'
     if skeleton != skeleton2: return f'{here} has another argument: {_changed(skeleton, skeleton2)}'

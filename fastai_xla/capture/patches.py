@@ -24,6 +24,7 @@ from fastcore.all import *
 
 from ..runtime import *
 from ..graphs import *
+from ..seeds import before_seed
 from ..transfer import before_fetch
 from .known import *
 from .calls import *
@@ -85,6 +86,11 @@ def _as_they_are(ts):
     if not _active or (log := active()) is None: return ts
     give_up(f'{user_line()} reads a value within the step')
     return log._real(ts)
+
+def _seeding():
+    "A program draws from the random state that the step's Python leaves"
+    if not _active or (log := active()) is None or not any(n.template.draws for n in log.path): return
+    give_up(f'{user_line()} seeds random numbers of which the step has drawn some')
 
 # %% ../../nbs/api/05m_capture.patches.ipynb #bf7a01f1
 def _copy(f):
@@ -238,6 +244,7 @@ def watch_calls():
     torch._C.ScriptFunction.__call__,torch._C.ScriptMethod.__call__ = _call_script,_call_script_method
     torch.autograd.graph.saved_tensors_hooks.__enter__ = _saved_hooks
     before_fetch.append(_as_they_are)
+    before_seed.append(_seeding)
     for cls in (threading.Thread, ThreadPoolExecutor):
         name = 'start' if cls is threading.Thread else 'submit'
         setattr(cls, name, _not_replayed(getattr(cls, name), _thread))

@@ -186,7 +186,7 @@ def run(self:Recording,
     pool = state + plan.seeds(len(numbers.now.later)+1) + plan.fixed + plan.send(numbers.values) + inputs
     try: res = run_graph(self.graph.handle, [pool[i] for i in plan.order])
     except RuntimeError:
-        manual_seed(rng)
+        set_rng_state(rng)
         if drawn: set_host_rng(on_host)
         raise
     self.runs += 1

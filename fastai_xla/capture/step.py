@@ -17,6 +17,7 @@ from fastcore.all import *
 
 from ..runtime import *
 from ..graphs import *
+from ..seeds import *
 from ..transfer import *
 from ..draws import *
 from .numbers import *
@@ -72,7 +73,7 @@ class Trace:
     ):
         settle_tensors()
         self.tape,rng,before = Tape(seed, others, taken),rng_state(),places()
-        manual_seed(rng)   # where numbers have been drawn already, the next ones begin a graph of their own
+        set_rng_state(rng)   # where numbers have been drawn already, the next ones begin a graph of their own
         self.memory,self.given,c0,self.seeds = Memory(before, inputs, search),buffers(inputs),xla_counts(),[rng]
         self.draws,self.left,self.graph = Draws(),Left(),None
         self.reads = Reads([*before.keys, *map(id, numbers.dicts)], numbers.places)
@@ -91,7 +92,7 @@ class Trace:
         finally:
             self.memory.restore()
             numbers.restore()
-            manual_seed(rng)
+            set_rng_state(rng)
             self.memory.kept = None
             if self.graph: self.graph.release()
             drop_pending()
@@ -101,11 +102,13 @@ class Trace:
 def _steps(self:Trace, fn, numbers, watch):
     "What each step returns, of those that are recorded as one"
     if any(n_holders([self.memory.tensors[i] for i in self.memory.weights])): raise Refused(aliased)   # a trace would part them
+    n = seeded.n
     try:
         with (no_host_draws(), self.draws.noted(), shared_scalars(), recorded_math(), torch.autograd.set_multithreading_enabled(False),
               watch):
             outs = [self._step(fn, j, numbers) for j in range(len(numbers.later)+1)]
     finally: changed = self.reads.restore()
+    if seeded.n != n: raise Refused("the step seeds random numbers, as `torch.manual_seed` does")
     if changed:
         raise Refused(f"{changed} changes within the step; in `before_batch` "
                       f"and `after_batch` callbacks run as Python at every batch", holder=self.reads.holder)
@@ -114,7 +117,7 @@ def _steps(self:Trace, fn, numbers, watch):
 @patch
 def _step(self:Trace, fn, j, numbers):
     if j:
-        manual_seed(self.seeds[-1])
+        set_rng_state(self.seeds[-1])
         advance_rng()
         self.seeds.append(rng_state())
         numbers.show_later(j)

@@ -80,7 +80,7 @@ def _trace(self:StepTrace, calls, escaped, seed, then):
     settle_views(outside)
     _as_of_a_run(outside, taken)
     rng = rng_state()
-    manual_seed(rng)
+    set_rng_state(rng)
     self.steps,self.nums,self.graph = OptSteps(seed),nums,None
     sent = [torch.Tensor._make_subclass(type(h), t) if type(h) is not T else t for h,t in zip(hosts, _sent(hosts))]
     self.given = Given(outside, sent)
@@ -100,7 +100,7 @@ def _trace(self:StepTrace, calls, escaped, seed, then):
     finally:
         self.steps.restore()
         self.given.restore()
-        manual_seed(rng)
+        set_rng_state(rng)
         env = self.given = None
         if self.graph: self.graph.release()
         torch.clear_autocast_cache()

@@ -184,7 +184,7 @@ def _random_noted(dls):
     py,nps,cpu,xla = random.getstate(),np.random.get_state(),torch.get_rng_state(),rng_state()
     rngs = [(dl, dl.rng, dl.rng.getstate()) for dl in dls.loaders if hasattr(dl, 'rng')]
     def undo():
-        random.setstate(py), np.random.set_state(nps), torch.set_rng_state(cpu), manual_seed(xla)
+        random.setstate(py), np.random.set_state(nps), torch.set_rng_state(cpu), set_rng_state(xla)
         for dl,r,s in rngs:
             r.setstate(s)
             dl.rng = r

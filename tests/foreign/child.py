@@ -18,7 +18,7 @@ def reseed(mode):
     np.random.seed(seed)
     torch.manual_seed(seed)
     if mode == 'xla':
-        from fastai_xla.graphs import manual_seed
+        from fastai_xla.seeds import manual_seed
         manual_seed(seed)
 
 def start(job):

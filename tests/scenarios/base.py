@@ -10,7 +10,7 @@ from common import *
 from fastai_xla.all import *
 from fastai_xla.capture.program import Program
 from fastai_xla.capture.recording import Recording
-from fastai_xla.graphs import manual_seed
+from fastai_xla.seeds import manual_seed
 from fastai_xla.logged import Logged
 from fastai_xla.runtime import xla_counts
 from fastai_xla.transfer import fetch
