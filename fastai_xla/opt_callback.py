@@ -115,7 +115,7 @@ class XLAOptCallback(Callback):
     ):
         self.device,self.log,self.fitting,self.replay,self.ran = device,CostLog(),False,None,False
         self.shapes,self.told = {},set()   # of batches in this fit; what has been told of tensors in attributes
-        self.ended,self.targets = 0,None   # the random state at the end of the last batch; targets of the phase's first
+        self.ended,self.targets = 0,None   # the random state at the end of the last batch; targets of those of the phase
         self.layout = ParamLayout()   # on many devices
         self.homes = {}   # (module, name) -> the parameter that was there when the model was moved last
 
@@ -167,7 +167,7 @@ def after_batch(self:XLAOptCallback):
     if self.fitting:
         self.log.batch('training' if learn.training else 'validation',
                        f'epoch {learn.epoch}, batch {learn.iter}', bool(replay and replay.step.batch.tracing))
-    if self.targets: self.targets = self.targets.check(learn)
+    if self.targets: self.targets.check(learn)
 
 # %% ../nbs/api/06f_opt_callback.ipynb #79c471a2
 @patch

@@ -8,6 +8,7 @@ Docs: https://fastai-xla.github.io/fastai_xla/api/targets.html.md"""
 __all__ = ['class_axis', 'as_loss_sees', 'ClassTargets', 'watch_targets']
 
 # %% ../nbs/api/06ea_targets.ipynb #7a260003
+from collections import deque
 from functools import partial
 
 import torch
@@ -22,7 +23,7 @@ from fastai.torch_core import TensorMask
 from fastai.vision.augment import AffineCoordTfm, RandomErasing, RandomResizedCropGPU, SpaceTfm
 
 from .capture.effects import rewrites
-from .data import at_first, feedable
+from .data import feedable, on_read
 from .events import *
 
 # %% ../nbs/api/06ea_targets.ipynb #7a260006
@@ -53,15 +54,13 @@ def _transforms(tfm):
 
 def as_loss_sees(
     b, # `RawBatch` that is not sent yet
-) -> torch.Tensor|None: # `None` where that is not known
-    "The classes that the loss will be given, on the host"
+) -> tuple: # Of tensors on the host, and a function of each; empty where that is not known
+    "The targets as they are sent, and what makes the classes of them that the loss will be given"
     y,fs = b.raw[-1] if type(b.raw) in (tuple, list) and len(b.raw) > 1 else None,_transforms(b.tfm)
-    if fs is None or not isinstance(y, torch.Tensor) or y.device.type != 'cpu' or y.dtype not in _ints or not _fastais(y): return None
-    if not all(_fastais(f) and isinstance(f, _of_images) for f in fs): return None
-    if isinstance(y, TensorMask):
-        if any(map(_may_lose, fs)): return None
-        for f in fs: y = f(y) if isinstance(f, IntToFloatTensor) else y
-    return y.as_subclass(torch.Tensor)
+    if fs is None or not isinstance(y, torch.Tensor) or y.device.type != 'cpu' or y.dtype not in _ints or not _fastais(y): return ()
+    if not all(_fastais(f) and isinstance(f, _of_images) for f in fs): return ()
+    if isinstance(y, TensorMask) and any(map(_may_lose, fs)): return ()
+    return y,compose(*[f for f in fs if isinstance(f, IntToFloatTensor)])
 
 # %% ../nbs/api/06ea_targets.ipynb #7a26000d
 _sides = {'pred', 'y', 'yb', 'loss_func'}
@@ -70,42 +69,46 @@ def _may_change(cb):
     return is_user_callback(cb) and (early or any(rewrites(getattr(cb, n, None), _sides) for n in of_batches))
 
 class ClassTargets:
-    "The least and the largest class among the targets of a phase's first batch"
+    "The least and the largest class among the targets of each batch of a phase, from when it is read to its end"
     def __init__(self,
         axis:int, # Of the classes in a prediction
         ignore:int, # The target that counts for nothing
-    ): self.axis,self.ignore,self.ends = axis,ignore,()
+    ): self.axis,self.ignore,self.ends = axis,ignore,deque()
 
     def look(self,
-        b, # First `RawBatch`, not sent yet
+        b, # `RawBatch`, not sent yet
     ):
         "Take them from a batch"
-        if (y := as_loss_sees(b)) is None: return
-        y = y[y != self.ignore]
-        if len(y): self.ends = [o.item() for o in y.aminmax()]
+        y,f = as_loss_sees(b) or (torch.zeros(0), noop)
+        ends = f(torch.stack(y.aminmax())).tolist() if y.numel() else ()
+        if self.ignore in ends:
+            y = f(y)
+            y = y[y != self.ignore]
+            ends = torch.stack(y.aminmax()).tolist() if y.numel() else ()
+        self.ends.append(ends)
 
     def check(self,
-        learn:Learner, # At the end of that batch
+        learn:Learner, # At the end of a batch
     ):
         "Raise what the loss raises on the CPU"
-        p = learn.pred
-        if not self.ends or not isinstance(p, torch.Tensor) or len(learn.yb) != 1: return
+        p,ends = learn.pred,self.ends.popleft() if self.ends else ()
+        if not ends or not isinstance(p, torch.Tensor) or len(learn.yb) != 1: return
         n = p.shape[self.axis if p.dim() > 1 else 0]
-        if (bad := first(o for o in self.ends if not 0 <= o < n)) is not None: raise IndexError(_out.format(bad, n, self.axis, n-1))
+        if (bad := first(o for o in ends if not 0 <= o < n)) is not None: raise IndexError(_out.format(bad, n, self.axis, n-1))
 
 # %% ../nbs/api/06ea_targets.ipynb #7a26000e
 _out = ("Target {0} is out of bounds. The prediction has {1} classes along axis {2}, numbered 0 to {3}. A compiled program of XLA cannot "
-        "raise this error: the loss would leave such targets out and look like any other, so those of a phase's first batch are looked at "
-        "on the host. Map the codes to 0..{3} where the dataset makes its targets; or tell the loss that this one counts for nothing, "
+        "raise this error: the loss would leave such targets out and look like any other, so those of each batch are looked at on the "
+        "host as it is read. Map the codes to 0..{3} where the dataset makes its targets; or tell the loss that this one counts for nothing, "
         "`ignore_index={0}`; or make the model with as many outputs as there are classes (`n_out`).")
 
 def watch_targets(
     learn:Learner, # At the start of a phase
-) -> ClassTargets|None: # What is to be checked at the end of its first batch
-    "Let the targets of the first batch be looked at, where they reach the loss as they are sent"
+) -> ClassTargets|None: # What is to be checked at the end of each batch
+    "Let targets be looked at, where they reach the loss as they are sent"
     known = class_axis(learn.loss_func)
     own = _fastais(learn) and all(map(_of_fastai, (Learner._do_one_batch, Learner._under__do_one_batch)))
     if not (known and own and feedable(learn.dl)) or any(map(_may_change, learn.cbs)): return None
     res = ClassTargets(*known)
-    at_first[learn.dl] = res.look
+    on_read[learn.dl] = res.look
     return res

@@ -294,6 +294,19 @@ def test_targets_out_of_range_in_validation():
     with learn.no_bar(), learn.no_logging(), pytest.raises(IndexError, match='Target 255 is out of bounds'): learn.fit(1)
     assert not learn.training and learn.recorder.losses
 
+@pytest.mark.parametrize('kwargs', [dict(), dict(replay=False), dict(steps_per_execution=2)], ids=['replayed', 'retraced', 'several'])
+def test_one_target_out_of_range_in_a_later_batch(kwargs):
+    "As a class of which a split has one item"
+    y = torch.randint(0, 3, (48,))
+    y[33] = 3
+    dls = DataLoaders.from_dsets(list(zip(torch.randn(48, 4), y)), bs=8, shuffle=False, num_workers=0, device='cpu')
+    learn = Learner(dls, nn.Linear(4, 3), loss_func=CrossEntropyLossFlat())
+    with learn.no_bar(), learn.no_logging():
+        with pytest.raises(IndexError, match='Target 3 is out of bounds'): learn.fit(1)
+        assert learn.iter == 4
+        with pytest.raises(IndexError, match='Target 3 is out of bounds'): learn.to_xla(**kwargs).fit(1)
+    assert learn.iter == 4
+
 accepted = dict(ignored=dict(codes=void, loss_func=CrossEntropyLossFlat(axis=1, ignore_index=255)),
     own_callback=dict(codes=void, cbs=MapsVoid), divided=dict(codes=[0, 255], n_out=2, tfms=IntToFloatTensor(div_mask=255)),
     by_default=dict(codes=[-100, 0, 3]),
