@@ -58,7 +58,7 @@ class Fit:
         self.shared = False   # does somebody hold an alias of a parameter?
 
 # %% ../nbs/api/06a_lifetimes.ipynb #06a100012
-_numbers = re.compile(r': [-+.\de]+ -> [-+.\de]+$')
+_numbers = re.compile(r': [-+.\de]+ -> [-+.\de]+(;|$)')
 
 class Reasons:
     "Why batches could not be replayed, in all fits"

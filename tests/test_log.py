@@ -117,6 +117,27 @@ def test_top_k_of_training_and_validation():
     learn = agree(lambda: dict(model=lambda: mlp(16), cbs=TopK), branches=3, valid=3)
     assert any('has another argument: 4 -> 8' in why for why in learn.xla_opt.replay.reasons.why)
 
+class Kept(Callback):
+    "A queue of predictions, whose mean is added to the loss"
+    def __init__(self, computed): self.computed = computed
+    def before_fit(self): self.queue,self.at = None,0
+    def after_loss(self):
+        p = self.pred.detach()
+        if self.queue is None: self.queue = torch.zeros(4*len(p), *p.shape[1:], device=p.device)
+        if self.computed: self.queue[torch.arange(len(p), device=p.device) + self.at] = p
+        else: self.queue[self.at:self.at+len(p)] = p
+        self.at = (self.at + len(p)) % len(self.queue)
+        self.learn.loss_grad = self.learn.loss_grad*(1 + self.queue.mean()**2)
+        self.learn.loss = self.learn.loss_grad.clone()
+
+def test_a_place_that_moves():
+    "A slice is another program at each place, and the report says what is one"
+    learn = agree(lambda: dict(cbs=lambda: Kept(False)), branches=None, valid=None, tol=1e-6)
+    why = [why for why in learn.xla_opt.replay.reasons.why if 'another argument' in why]
+    assert why and all('torch.arange(n, device=t.device) + i' in o for o in why), why
+    plain = agree(lambda: dict(cbs=lambda: Kept(True)), branches=2, valid=None)
+    assert not plain.xla_opt.replay.fit.plain
+
 def projected(pred, targ):
     "Two losses in a random order, as where gradients of tasks are projected"
     losses = [(pred-targ).square().mean(), (pred-targ).abs().mean()]

@@ -8,10 +8,10 @@ Docs: https://fastai-xla.github.io/fastai_xla/api/capture.calls.html.md"""
 __all__ = ['T', 'P', 'get_version', 'questions', 'hook_calls', 'makers', 'cutting', 'arithmetic_of_ints', 'arithmetic',
            'takes_ints', 'takes_floats', 'is_question', 'is_on_xla', 'flags_of', 'n_reads', 'why_read', 'is_read',
            'call_name', 'user_line', 'context_now', 'in_context', 'Node', 'Answer', 'Template', 'End', 'Kind',
-           'another_call', 'node_of', 'Miss']
+           'another_call', 'node_of', 'Miss', 'changed', 'cure_of']
 
 # %% ../../nbs/api/05k_capture.calls.ipynb #269797f3
-import sys
+import re, sys
 from bisect import bisect_right
 from contextlib import contextmanager
 from operator import attrgetter
@@ -240,3 +240,33 @@ def deep_copy(t):
     "As `copy.deepcopy` copies a tensor"
     r = t.detach().clone()
     return r.requires_grad_() if t.requires_grad else r
+
+# %% ../../nbs/api/05k_capture.calls.ipynb #6cf0feb1
+def changed(
+    was, # Part of a key
+    now, # The same part of another
+) -> str:
+    "The first items that differ"
+    if hasattr(was, 'changed') and type(was) is type(now): return was.changed(now)
+    if _is_origin(was) and _is_origin(now): return f'{_text(was)} -> another one'
+    if isinstance(was, (list, tuple)) and isinstance(now, (list, tuple)) and len(was) == len(now):
+        return first(changed(a, b) for a,b in zip(was, now) if a != b) or ''
+    if isinstance(was, list) and isinstance(now, list): return f'{len(was)} things -> {len(now)} things'
+    return 'an array has other values' if isinstance(was, bytes) else f'{_text(was)} -> {_text(now)}'[:200]
+
+def _is_origin(o): return type(o) is tuple and len(o) == 1 and type(o[0]) is int
+
+def _text(o):
+    "An item of a skeleton, for a reader"
+    return 'a tensor that was used before' if _is_origin(o) else str(o)
+
+_moves = ("; where a place moves from step to step, as in a queue, an index that is computed on the device is the same call each time: "
+          "`t[torch.arange(n, device=t.device) + i]` in the place of `t[i:i+n]`")
+
+def cure_of(
+    f, # What is called
+    was, # Skeleton of an earlier call
+    now, # Skeleton of this one
+) -> str: # Empty where there is nothing to say
+    "What helps where it is given other arguments"
+    return _moves if f in indexing and re.fullmatch(r'\d+ -> \d+', changed(was, now)) else ''

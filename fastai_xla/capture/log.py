@@ -194,25 +194,10 @@ def _difference(self:Log, f, key):
     if n is None: return another_call(f, kids[0]) if kids else f'{here} comes after all calls of an earlier step'
     (skeleton,context,guard),(skeleton2,context2,guard2) = n.key,key
     if context != context2: return f'{here} runs under another autocast, default dtype or gradient mode'
-    if skeleton != skeleton2: return f'{here} has another argument: {_changed(skeleton, skeleton2)}'
-    if guard != guard2: return f"{here} has another setting: {getattr(f, 'changed', _changed)(guard, guard2)}"
+    if skeleton != skeleton2: return f'{here} has another argument: {changed(skeleton, skeleton2)}{cure_of(f, skeleton, skeleton2)}'
+    if guard != guard2: return f"{here} has another setting: {getattr(f, 'changed', changed)(guard, guard2)}"
     was = first((v, self.nums[i]) for i,v in n.bad if self.nums[i] != v)
     return f'{here} has another number: {was[0]} -> {was[1]}' if was else here
-
-def _changed(was, now):
-    "The first items that differ, as a text"
-    if hasattr(was, 'changed') and type(was) is type(now): return was.changed(now)
-    if _is_origin(was) and _is_origin(now): return f'{_text(was)} -> another one'
-    if isinstance(was, (list, tuple)) and isinstance(now, (list, tuple)) and len(was) == len(now):
-        return first(_changed(a, b) for a,b in zip(was, now) if a != b) or ''
-    if isinstance(was, list) and isinstance(now, list): return f'{len(was)} things -> {len(now)} things'
-    return 'an array has other values' if isinstance(was, bytes) else f'{_text(was)} -> {_text(now)}'[:200]
-
-def _is_origin(o): return type(o) is tuple and len(o) == 1 and type(o[0]) is int
-
-def _text(o):
-    "An item of a skeleton, for a reader"
-    return 'a tensor that was used before' if _is_origin(o) else str(o)
 
 # %% ../../nbs/api/05l_capture.log.ipynb #b608caa3
 @patch
