@@ -12,6 +12,8 @@ import re, warnings
 from collections import Counter
 from typing import NamedTuple
 
+from fastcore.basics import patch
+
 from .runtime import *
 from .graphs import *
 from .seeds import *
@@ -101,12 +103,6 @@ class Stream:
         "Note the state at the start of a batch"
         self.seed,self.syncs,self.moved,self.n_seeded = rng_state(),n_syncs(),False,seeded.n
 
-    def _reseeded(self):
-        "Where the user has seeded the device within the batch, the next one goes on from there"
-        if seeded.n == self.n_seeded: return
-        self.seed,self.syncs,self.n_seeded = seeded.state,seeded.syncs,seeded.n
-        if self.ran_at is not None: self.ran_at = max(self.ran_at, seeded.moves)
-
     def before_step(self):
         "A batch that has drawn before its step goes on from there"
         self._reseeded()
@@ -131,3 +127,11 @@ class Stream:
         set_rng_state(self.seed)
         for _ in range(1+nested): advance_rng()
         self.moved,self.ran_at = False,None
+
+# %% ../nbs/api/06a_lifetimes.ipynb #06a10018
+@patch
+def _reseeded(self:Stream):
+    "Where the user has seeded the device within the batch, the next one goes on from there"
+    if seeded.n == self.n_seeded: return
+    self.seed,self.syncs,self.n_seeded = seeded.state,seeded.syncs,seeded.n
+    if self.ran_at is not None: self.ran_at = max(self.ran_at, seeded.moves)

@@ -194,7 +194,7 @@ def _difference(self:Log, f, key):
     if n is None: return another_call(f, kids[0]) if kids else f'{here} comes after all calls of an earlier step'
     (skeleton,context,guard),(skeleton2,context2,guard2) = n.key,key
     if context != context2: return f'{here} runs under another autocast, default dtype or gradient mode'
-    if skeleton != skeleton2: return f'{here} has another argument: {changed(skeleton, skeleton2)}{cure_of(f, skeleton, skeleton2)}'
+    if skeleton != skeleton2: return f'{here} has another argument: {changed(skeleton, skeleton2)}' + cure_of(f, skeleton, skeleton2)
     if guard != guard2: return f"{here} has another setting: {getattr(f, 'changed', changed)(guard, guard2)}"
     was = first((v, self.nums[i]) for i,v in n.bad if self.nums[i] != v)
     return f'{here} has another number: {was[0]} -> {was[1]}' if was else here
