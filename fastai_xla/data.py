@@ -29,6 +29,7 @@ from fastai.torch_core import TensorBase, apply, to_device
 
 from .runtime import *
 from .transfer import *
+from .seeds import for_host
 from .draws import python_lock
 from .patching import patch
 
@@ -100,7 +101,8 @@ def _read_ahead(groups, may=lambda: True):
     ends,quiet = sys.is_finalizing,suppress   # names of the module are gone at the end
     def read():
         held = python_lock.acquire(timeout=60)   # not for ever: what is traced may read a DataLoader itself
-        try: return next(groups, None)
+        try:
+            with for_host(): return next(groups, None)
         finally:
             if held: python_lock.release()
     def more(): return pool.submit(ctx.run, read)

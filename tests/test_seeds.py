@@ -1,4 +1,5 @@
 "`set_seed` and `torch.manual_seed` are the XLA device's as well: before a fit, around a step, and in the middle of one"
+import threading
 import pytest, torch
 from fastai.vision.all import *
 
@@ -128,3 +129,22 @@ def test_workers_seed_themselves():
 @pytest.mark.parametrize('bad', ['a', 2**64, -2**63-1])
 def test_a_bad_seed_is_torchs_error(bad):
     with pytest.raises((ValueError, RuntimeError)): torch.manual_seed(bad)
+
+class NotesSeeds:
+    "Items that seed in a way that their code does not show"
+    def __init__(self, items): self.items,self.seen = items,[]
+    def __len__(self): return len(self.items)
+    def __getitem__(self, i):
+        if (main := threading.current_thread() is threading.main_thread()) not in {m for m,_ in self.seen}:
+            was = rng_state()
+            vars(torch)['manual_'+'seed'](40)
+            self.seen.append((main, rng_state() != was))
+        return self.items[i]
+
+def test_what_is_read_ahead_seeds_no_step():
+    "In the thread that reads, a seed is the host's alone"
+    ds = NotesSeeds([(torch.randn(8), torch.tensor(1))]*96)
+    dls = DataLoaders.from_dsets(ds, ds, bs=8, shuffle=False, num_workers=0, device='cpu')
+    learn = Learner(dls, library_model(), loss_func=CrossEntropyLossFlat()).to_xla()
+    with learn.no_logging(), learn.no_bar(): learn.fit(2, 1e-2)
+    assert dict(ds.seen) == {True: True, False: False}

@@ -130,8 +130,8 @@ def call(self:Log,
         if n is not None and n.held is not None: return self._answer(n)
         if not saw: return self._call_of_the_host(f, args, kwargs, key, n, before)
         self._give_up(self._difference(f, key))
-        # the first calls of a new path are checked as those of a first step
-        if any(pending(self.outside[before[2]:])): self.refuse(f"{call_name(f)} at {user_line()} is given a tensor that was made where nobody saw it")
+        new = self.outside[before[2]:]   # the first calls of a new path are checked as those of a first step
+        if new and any(pending(new)): self.refuse(f"{call_name(f)} at {user_line()} is given a tensor that was made where nobody saw it")
     reads,flags,rng = n_reads() if saw else 0,self._flags(f),rng_state()
     r = self._run(f, self._real(args), self._real(kwargs))
     turns = [(o, Kind(self._object(o))) for o,flag in self._flags(f) if flag and (o, flag) not in flags]
