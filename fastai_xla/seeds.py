@@ -60,7 +60,7 @@ _blocks = 'torch.random','torch.utils.checkpoint'   # which leave the state as t
 @functools.wraps(_get)
 def _get_rng_state():
     res = _get()
-    res._xla_state = rng_state()
+    if _has_device(): res._xla_state = rng_state()
     return res
 
 @functools.wraps(_set)
