@@ -14,6 +14,7 @@ from types import SimpleNamespace
 
 import torch, torch.random
 
+from .runtime import torch_xla, _broken
 from .graphs import *
 
 # %% ../nbs/api/00bb_seeds.ipynb #5eed0007
@@ -21,6 +22,7 @@ before_seed = []   # functions that are called before the device is seeded
 seeded = SimpleNamespace(n=0, state=0, syncs=0, moves=0)   # how often; the last seed, and `n_syncs` and `n_moves` then
 
 def _seed(state):
+    if not torch_xla or _broken: return
     for f in before_seed: f()
     set_rng_state(state)
     seeded.state,seeded.syncs,seeded.moves = rng_state(),n_syncs(),n_moves()

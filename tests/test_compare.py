@@ -238,6 +238,9 @@ from fastai_xla.parity.models import *
 from fastai_xla.parity.backends import *
 from fastai_xla.parity.locate import *
 from fastai_xla.optim import SAM
+from fastai_xla.seeds import manual_seed
+manual_seed(1), set_seed(1)
+with no_random(): torch.rand(1)
 def learner():
     x = torch.randn(64, 3)
     dl = DataLoader(list(zip(x, x.sum(1, keepdim=True))), bs=16, num_workers=0)
