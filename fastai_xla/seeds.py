@@ -30,7 +30,7 @@ def _seed(state):
 def manual_seed(
     seed:int, # Any integer
 ):
-    "Seed the random numbers of the XLA device and no others, as `torch.xla.manual_seed` would"
+    "Seed the random numbers of the XLA device, and those of no other"
     _seed(seed)
     seeded.n += 1
 
