@@ -8,8 +8,8 @@ Docs: https://fastai-xla.github.io/fastai_xla/api/graphs.html.md"""
 __all__ = ['pending', 'graph_text', 'hlo_text', 'stablehlo', 'stablehlo_text', 'graph_hash', 'graph_debug', 'graph_scope',
            'selects', 'use_cache', 'memory_info', 'set_rng_state', 'rng_state', 'cannot_replay', 'tensor_id', 'buffers',
            'send_constants', 'known_constants', 'n_holders', 'graph_inputs', 'compile_graph', 'Dropped', 'run_graph',
-           'seed_tensor', 'advance_rng', 'next_seed', 'after_draws', 'n_draws', 'n_syncs', 'n_moves', 'settle_tensors',
-           'compute', 'drop_pending', 'shared_scalars']
+           'seed_tensor', 'advance_rng', 'next_seed', 'after_draws', 'n_draws', 'sync_between', 'n_syncs', 'n_moves',
+           'settle_tensors', 'compute', 'drop_pending', 'shared_scalars']
 
 # %% ../nbs/api/00b_graphs.ipynb #78c9b5c2
 import os
@@ -260,9 +260,18 @@ def n_draws(
     return 0
 
 # %% ../nbs/api/00b_graphs.ipynb #3cdb8d89
+_between = [0]
+
+def sync_between():
+    "Sync where no batch ends: the random state stays, so that one which was taken there and is put back later repeats what has followed"
+    rng = rng_state()
+    sync()
+    set_rng_state(rng)
+    _between[0] += 1
+
 def n_syncs() -> int:
     "How often a `sync` has moved the random state on"
-    return met.counter_value('MarkStep') or 0
+    return (met.counter_value('MarkStep') or 0) - _between[0]
 
 def n_moves() -> int:
     "How often a `sync` or `advance_rng` has"

@@ -269,7 +269,7 @@ def _host(o):
 def detach_xla(self:Learner) -> Learner: # The learner itself, on the CPU
     "Bring the learner back to the CPU, as if it had never left: parameters, optimizer state, metrics, dataloaders"
     if not hasattr(self, 'xla_opt'): return self
-    sync()
+    sync_between()
     cpu = torch.device('cpu')
     move_learner(self, self.xla_opt.device)   # a part may be on the CPU already
     if self.opt is not None and not isinstance(self.opt, OptimWrapper): restore_cleared(_opt_params(self.opt))

@@ -130,9 +130,10 @@ class XLAOptCallback(Callback):
 
     def settle(self,
         written:bool=True, # After a replayed step: may something have been traced since?
+        then=sync_between, # What computes what is pending, where no step was replayed
     ):
         "Compute what is pending. A step that was replayed has been computed and has moved the random state on; is there more?"
-        if not self.ran: sync()
+        if not self.ran: then()
         elif written:
             before = n_executions()
             settle_tensors()
@@ -159,7 +160,7 @@ def before_batch(self:XLAOptCallback):
 def after_batch(self:XLAOptCallback):
     learn,replay = self.learn,self.replay
     others = getattr(getattr(learn, 'replayed', None), 'others', ())   # metrics that are computed after the step
-    self.settle(replay is None or replay.step.user_callbacks() or bool(others))
+    self.settle(replay is None or replay.step.user_callbacks() or bool(others), then=sync)
     # the first forward pass may set a buffer up, as an ActNorm's
     away = getattr(learn, 'iter', 0) == 0 and any(not is_xla(b) for m in modules_of(learn) for b in m.buffers())
     if away: move_learner(learn, self.device)

@@ -59,17 +59,22 @@ torch.random._seed_custom_device = _seed_devices
 _get,_set = torch.random.get_rng_state,torch.random.set_rng_state
 _blocks = 'torch.random','torch.utils.checkpoint'   # which leave the state as they found it
 
+_mark = 0x584C4121   # then come the low and the high half of the device's state
+
+def _unused(state): return state.view(torch.int32)[7:13:2]   # of the generator's first three numbers
+
 @functools.wraps(_get)
 def _get_rng_state():
     res = _get()
-    if _has_device(): res._xla_state = rng_state()
+    if _has_device(): _unused(res)[:] = torch.tensor([_mark, *divmod(rng_state(), 2**32)[::-1]]).to(torch.int32)
     return res
 
 @functools.wraps(_set)
 def _set_rng_state(new_state):
     _set(new_state)
-    state = getattr(new_state, '_xla_state', None)
-    if state is None or not _has_device() or state == rng_state(): return
+    mark,low,high = (o % 2**32 for o in _unused(new_state).tolist())
+    state = high<<32 | low
+    if mark != _mark or not _has_device() or state == rng_state(): return
     if sys._getframe(1).f_globals.get('__name__') in _blocks: _seed(state)
     else: manual_seed(state)
 

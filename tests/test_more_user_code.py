@@ -226,3 +226,44 @@ def test_arrays_and_tensors_in_attributes_of_classes():
     "Their truth is an error"
     learn = Weighed(data(), nn.Sequential(Shifted(6, 1)), loss_func=nn.MSELoss()).to_xla()
     with learn.no_bar(), learn.no_logging(): learn.fit(1)
+
+class DrawsBackward(torch.autograd.Function):
+    "As Shake-Shake (https://arxiv.org/abs/1705.07485)"
+    @staticmethod
+    def forward(ctx, a, b): return .5*a + .5*b
+    @staticmethod
+    def backward(ctx, g):
+        r = np.random.rand()
+        return r*g,(1-r)*g
+
+class DrawsForward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, a, b):
+        ctx.r = random.random()
+        return ctx.r*a + (1-ctx.r)*b
+    @staticmethod
+    def backward(ctx, g): return ctx.r*g,(1-ctx.r)*g
+
+class DrawsTensors(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, a, b): return a + b
+    @staticmethod
+    def backward(ctx, g): return g*torch.rand(len(g), 1).to(g.device),g
+
+class Shaken(nn.Module):
+    def __init__(self, f):
+        super().__init__()
+        self.a,self.b,self.c,self.f = nn.Linear(6, 8),nn.Linear(6, 8),nn.Linear(8, 1),f
+    def forward(self, x): return self.c(self.f.apply(self.a(x), self.b(x)))*(1 + np.random.rand())   # after those of the function
+
+@pytest.mark.parametrize('f,line', [(DrawsBackward, 'backward'), (DrawsForward, 'DrawsForward.apply'), (DrawsTensors, 'backward')])
+def test_what_an_autograd_function_draws_on_the_host(f, line):
+    "Once a step, as on the CPU, and in the same order"
+    draws = []
+    class Notes(Callback):
+        def after_fit(self): draws.append((random.random(), np.random.rand(), torch.rand(1).item()))
+    (cpu,plain,replayed),learn = heard({}, model=lambda: np.random.seed(3) or Shaken(f), cbs=Notes())
+    assert replayed == plain
+    test_close(cpu[0], replayed[0], eps=1e-4)
+    assert draws[0] == draws[1] == draws[2]
+    assert re.search(rf'{line} at .*, line \d+ draws random numbers on the host', str(learn.xla_report().plain))

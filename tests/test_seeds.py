@@ -112,6 +112,33 @@ def test_the_state_of_blocks_is_put_back():
     assert torch.equal(after(fork), want) and torch.equal(after(none), want)
     assert not torch.equal(after(seeds), want)
 
+@pytest.mark.parametrize('event', ['before_fit', 'before_epoch', 'before_train', 'after_fit'])
+@pytest.mark.parametrize('on_xla', [dict(), dict(replay=False), None], ids=['replayed', 'retraced', 'cpu'])
+def test_a_state_that_is_put_back_repeats_what_has_followed(event, on_xla):
+    "Also one that was taken within a fit, and copied; with another state as control"
+    torch.manual_seed(7)
+    loaders = dls()
+    learn,states = Learner(loaders, library_model(), loss_func=CrossEntropyLossFlat(), opt_func=SGD),[]
+    if on_xla is not None: learn.to_xla(**on_xla)
+    start = {k: v.detach().cpu().clone() for k,v in learn.model.state_dict().items()}
+    cb = type('Cb', (Callback,), {event: lambda self: states.append(torch.get_rng_state())})
+    def weights(state=None):
+        learn.model.load_state_dict(start)
+        loaders.train.rng.seed(3)
+        if state is not None: torch.set_rng_state(torch.ByteTensor(state.numpy().copy()))
+        with learn.no_logging(), learn.no_bar(): learn.fit(1, 1e-1, cbs=cb())
+        return torch.cat([p.detach().cpu().flatten() for p in learn.model.parameters()])
+    first,second = weights(),weights()
+    again = weights(states[0])
+    assert torch.equal(again, second if event == 'after_fit' else first) and not torch.equal(first, second)
+
+@pytest.mark.filterwarnings('default')
+def test_a_seed_after_each_of_several_steps():
+    with pytest.warns(UserWarning, match='AfterEachBatch may seed random numbers after each'):
+        _,w,state = fitted(AfterEachBatch, model=library_model, steps_per_execution=3)
+    _,plain,state2 = fitted(AfterEachBatch, model=library_model)
+    assert torch.equal(w, plain) and state == state2
+
 class Seeds:
     def __len__(self): return 8
     def __getitem__(self, i):

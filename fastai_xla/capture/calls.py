@@ -6,9 +6,9 @@ Docs: https://fastai-xla.github.io/fastai_xla/api/capture.calls.html.md"""
 
 # %% auto #0
 __all__ = ['T', 'P', 'get_version', 'questions', 'hook_calls', 'makers', 'cutting', 'arithmetic_of_ints', 'arithmetic',
-           'takes_ints', 'takes_floats', 'is_question', 'is_on_xla', 'flags_of', 'n_reads', 'why_read', 'is_read',
-           'call_name', 'user_line', 'context_now', 'in_context', 'Node', 'Answer', 'Template', 'End', 'Kind',
-           'another_call', 'node_of', 'Miss', 'changed', 'cure_of']
+           'why_draws', 'takes_ints', 'takes_floats', 'is_question', 'runs_users', 'is_on_xla', 'flags_of', 'n_reads',
+           'why_read', 'is_read', 'call_name', 'user_line', 'context_now', 'in_context', 'Node', 'Answer', 'Template',
+           'End', 'Kind', 'another_call', 'node_of', 'Miss', 'changed', 'cure_of']
 
 # %% ../../nbs/api/05k_capture.calls.ipynb #269797f3
 import re, sys
@@ -59,6 +59,10 @@ def takes_floats(name): return name in arithmetic or name.endswith('.apply') or 
 
 def is_question(f): return f in questions or f.__name__ == '__get__' and getattr(f, '__self__', None) in _asked
 
+def runs_users(f):
+    "Does it run Python of the user's that no log sees, as an autograd function and the backward pass do?"
+    return hasattr(f, 'users') or getattr(f, '__name__', '') in ('backward', 'grad')
+
 def is_on_xla(a): return isinstance(a, T) and is_xla(a)
 
 # %% ../../nbs/api/05k_capture.calls.ipynb #8bb723a5
@@ -81,6 +85,7 @@ def why_read(
     return (f"runs {new} on the CPU{_no_kernel}" if new else _reads) + counts
 
 _no_kernel,_reads = ', as torch_xla has no kernel for it, within the step','reads a value within the step'
+why_draws = "draws random numbers on the host, in code that a program leaves out; draw them before the call, and give it what is drawn"
 _counts = ': how many elements it gives depends on values, and each new count compiles a program'
 def is_read(
     why:str, # Why a step was refused

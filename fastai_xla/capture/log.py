@@ -17,6 +17,7 @@ from fastcore.all import *
 from ..runtime import *
 from ..runtime import note_filled, xla_counts
 from ..graphs import *
+from ..draws import python_lock, host_rng, drew
 from .known import *
 from .calls import *
 from .calls import deep_copy, from_array, from_lists, indexing, mask_of
@@ -165,11 +166,20 @@ _sets = {'__setitem__', '__set__', *(n for n in dir(T) if n.startswith('__i') an
 def _run(self:Log, f, args, kwargs):
     self.busy += 1
     try:
-        if not isinstance(f, KnownModule): return f(*args, **kwargs)
+        if not isinstance(f, KnownModule): return self._watched(f, args, kwargs) if runs_users(f) else f(*args, **kwargs)
         with f.with_tensors(self._real(f.tensors())): r,why = self.known.run(f, args, kwargs)   # a user may have put results there
         if why: self.refuse(why)
         return r
     finally: self.busy -= 1
+
+@patch
+def _watched(self:Log, f, args, kwargs):
+    "A program knows which operators such code calls, and not what it draws"
+    with python_lock:
+        was = host_rng()
+        r = f(*args, **kwargs)
+        if drew(was): self.refuse(f"{call_name(f)} at {user_line()} {why_draws}")
+    return r
 
 @patch
 def _flags(self:Log, f):

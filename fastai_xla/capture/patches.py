@@ -193,7 +193,7 @@ def _logged_apply(cls, *args, **kwargs):
 def partial_apply(cls):
     "The function that applies an autograd function"
     def f(*args, **kwargs): return _apply(cls, *args, **kwargs)
-    f.name = f'{cls.__name__}.apply'
+    f.name,f.users = f'{cls.__name__}.apply',True
     f.__name__ = 'values' if any(map(_branches, (cls.forward, cls.backward))) else f.name   # another number may be another graph
     return f
 

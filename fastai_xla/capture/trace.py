@@ -15,7 +15,7 @@ from ..runtime import *
 from ..graphs import *
 from ..shared import *
 from ..transfer import *
-from ..draws import python_lock
+from ..draws import python_lock, host_rng, set_host_rng, drew
 from .numbers import *
 from .state import *
 from .values import *
@@ -79,7 +79,7 @@ def _trace(self:StepTrace, calls, escaped, seed, then):
     settle_tensors()
     settle_views(outside)
     _as_of_a_run(outside, taken)
-    rng = rng_state()
+    rng,on_host = rng_state(),host_rng()
     set_rng_state(rng)
     self.steps,self.nums,self.graph = OptSteps(seed),nums,None
     sent = [torch.Tensor._make_subclass(type(h), t) if type(h) is not T else t for h,t in zip(hosts, _sent(hosts))]
@@ -92,6 +92,7 @@ def _trace(self:StepTrace, calls, escaped, seed, then):
             for n in path:
                 if hasattr(n.f, 'numbers'): self.steps(n.f, *taken[n.template.depth])
                 else: run_node(n, env, nums, sent, other=_other)
+                if runs_users(n.f) and drew(on_host): raise Refused(f"{call_name(n.f)} at {n.template.line} {why_draws}")
         # an index that came from the host, of a mask for example, would be a constant of this step
         if n_reads() != reads: raise Refused("the step reads values of what the host sends, as the elements of a boolean mask")
         self.n_draws = n_draws(rng, rng_state())
@@ -101,6 +102,7 @@ def _trace(self:StepTrace, calls, escaped, seed, then):
         self.steps.restore()
         self.given.restore()
         set_rng_state(rng)
+        set_host_rng(on_host)
         env = self.given = None
         if self.graph: self.graph.release()
         torch.clear_autocast_cache()

@@ -22,12 +22,10 @@ from .state import *
 @contextmanager
 def no_host_draws():
     "Refuse a block that draws random numbers on the host, and put the random states back"
-    py,npy,tch = was = host_rng()
+    was = host_rng()
     try: yield
     finally:
-        py2,npy2,tch2 = host_rng()
-        same = dict(random=py == py2, numpy=npy[2] == npy2[2] and (npy[1] == npy2[1]).all(), torch=torch.equal(tch, tch2))
-        drawn = [n for n,o in same.items() if not o]
+        drawn = drew(was)
         set_host_rng(was)
     if drawn:
         raise Refused(f"the step draws random numbers on the host (with {drawn[0]}); "

@@ -128,7 +128,7 @@ def _init_torch(opt):
         for p,g in zip(ps, grads): p.grad = g
         for g,m in zip(opt.param_groups, moms):
             if m is not None: g['momentum'] = m
-    sync()
+    sync_between()
 
 # %% ../../nbs/api/04c_compat.optimizer.ipynb #0ec011c5
 def init_state(
