@@ -31,6 +31,7 @@ from .compat.core import *
 from .compat.learner import *
 from .compat.optimizer import *
 from .capture.effects import is_library
+from .capture.program import n_programs
 from .hidden import *
 from .mixed import *
 from .learner_step import *
@@ -123,11 +124,15 @@ def to_xla(self:Learner,
     _check_default()
     if matmul_precision: set_matmul_precision(matmul_precision)
     register_lowerings()
-    if hasattr(self, 'xla_opt'): self.xla_opt.device = device
-    else: _attach(self, XLAOptCallback(device))
+    for m in modules_of(self): refuse_sparse(m)
+    if first_time := not hasattr(self, 'xla_opt'): _attach(self, XLAOptCallback(device))
+    self.xla_opt.device = device
     self.xla_opt.layout = spread_as
     self.xla_opt.replay,self.replayed = _recorder(self, steps_per_execution, replay) if replay else None,None
-    settle(self)
+    try: settle(self)
+    except Exception:   # it is where it was
+        with suppress(Exception): first_time and self.detach_xla()
+        raise
     return self
 
 # %% ../nbs/api/07_learner.ipynb #d00a0010
@@ -220,7 +225,7 @@ def _do_fit(self:Learner):
     except BaseException as e:
         roots = (dict(model=self.model, loss_func=self.loss_func)
                  | {type(cb).__name__: cb for cb in self.cbs if not is_library(type(cb).__module__)})
-        texts = [met_text(e), on_host_text(roots)] if any(o in str(e) for o in ('XLA tensor', 'not allocated')) else []
+        texts = [met_text(e), on_host_text(roots)] if any(o in str(e) for o in ('XLA tensor', 'not allocated')) else [sparse_text(e)]
         _recover(self)
         if any(texts): raise RuntimeError('\n'.join([str(e), *filter(None, texts)])) from e
         raise
@@ -228,20 +233,11 @@ def _do_fit(self:Learner):
 # %% ../nbs/api/07_learner.ipynb #07rec001
 _phase = {True: 'training', False: 'validation'}
 
-def _n_programs(log):
-    "Programs of all paths of a log"
-    n,todo = 0,[log.root]
-    while todo:
-        node = todo.pop()
-        n += len(node.end.programs) if node.end else 0
-        todo += node.kids
-    return n
-
 def _told(replay):
     "What a report says of the batches of the last fit"
     fit,log = replay.fit,replay.by_log
     logs,again = (log.logs.items(),log.fit.again) if log else ((), {})
-    paths = {(_phase[training], 'paths of your code'): n for training,o in logs if (n := _n_programs(o))}
+    paths = {(_phase[training], 'paths of your code'): n for training,o in logs if (n := n_programs(o.root))}
     return dict(plain=fit.plain, beside=fit.beside, reads=fit.reads.told(), audits={p: fit.audits[t] for t,p in _phase.items()},
                 recorded=replay.kinds.told() | paths, again=dict(replay.kinds.again.why) | again)
 

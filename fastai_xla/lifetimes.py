@@ -87,8 +87,8 @@ class Reasons:
     def tell(self,
         why:str, # As it is told
     ):
-        "Warn that steps are retraced from now on, if the user wants to know"
-        if self.warn: warnings.warn(f"Steps cannot be replayed, and each is retraced: {why}.")
+        "Warn that steps as they are now are retraced, if the user wants to know"
+        if self.warn: warnings.warn(f"Steps of this kind cannot be replayed, and are retraced: {why}.")
 
 # %% ../nbs/api/06a_lifetimes.ipynb #06a100015
 class Stream:

@@ -238,13 +238,11 @@ def _before_each(self:Replay, i, raws):
 # %% ../nbs/api/06c_loop.ipynb #a5941d58
 def _after_batch_names(names):
     "Does `after_batch` of a user's callback have one of these names in its code?"
-    def named(cb):
-        f = getattr(cb, 'after_batch', None)
-        return is_user_callback(cb) and f is not None and not names.isdisjoint(names_in(f, type(cb)))
+    def named(cb): return is_user_callback(cb) and hasattr(cb, 'after_batch') and not names.isdisjoint(names_in(cb.after_batch, type(cb)))
     return named
 
-_looks_at_model = _after_batch_names({'model', 'opt', 'loss_func'})
-_seeds = _after_batch_names({'set_seed', 'manual_seed', 'set_rng_state', 'seed', 'random_seed', 'seed_everything'})
+_names = 'model opt loss_func','set_seed manual_seed set_rng_state seed random_seed seed_everything'
+_looks_at_model,_seeds = (_after_batch_names(set(o.split())) for o in _names)
 
 @patch
 def _singly(self:Replay) -> str:
@@ -253,8 +251,8 @@ def _singly(self:Replay) -> str:
     other = in_place(self.learn, '_do_one_batch')
     if other: return f"{other} runs in the place of fastai's; without `steps_per_execution` it is replayed"
     if not step.folds(): return f"{names_of(step.acting('looks at the batch', _looks))} looks at each batch before its step"
-    if cbs := step.acting('looks at the model', _looks_at_model):
-        return f"{names_of(cbs)} may look at the model or its optimizer after each of them, or change them"
+    cbs = step.acting('looks at the model', _looks_at_model)
+    if cbs: return f"{names_of(cbs)} may look at the model or its optimizer after each of them, or change them"
     if cbs := step.acting('seeds', _seeds): return f"{names_of(cbs)} may seed random numbers after each of them"
     return "the step changes an object that a callback, the loss or a layer keeps" if step.held_helpers() else ''
 

@@ -61,7 +61,7 @@ def _warn_of_shared(modules):
     "Tell of a parameter that shares memory on the host with another, or with a buffer: a move gives each its own"
     first_of = {}
     for n,t in (o for m in modules for o in (*m.named_parameters(), *m.named_buffers())):
-        if t.device.type != 'cpu' or not t.numel(): continue
+        if not _on_host(t): continue
         other,tensor = first_of.setdefault(t.data_ptr(), (n, t))
         if tensor is t or not (t.requires_grad or tensor.requires_grad): continue
         warnings.warn(f"`{other}` and `{n}` share their memory on the host, as `a.data = b.data` makes them. On XLA, as on CUDA, each has "

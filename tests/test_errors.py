@@ -229,7 +229,7 @@ def test_replay_warns():
     assert 'retraced' in repr(learn.xla_report()) and 'reads a value within the step' in repr(learn.xla_report())
     learn = image_learner(cbs=Reads()).to_xla()
     with learn.no_logging(), warnings.catch_warnings():
-        warnings.filterwarnings('error', message='Steps cannot be replayed')
+        warnings.filterwarnings('error', message='Steps of this kind cannot be replayed')
         learn.fit(1)
 
 class CannotBeLowered(nn.Module):
@@ -352,3 +352,45 @@ def test_a_tensor_on_the_cpu_in_an_operator_that_falls_back(replay):
     learn.model.register_buffer('var', learn.model.__dict__.pop('var'))
     with learn.no_bar(), learn.no_logging(): learn.fit(1)
     assert torch.stack(learn.recorder.losses).isfinite().all()
+
+class Graph(nn.Module):
+    def __init__(self, buffer):
+        super().__init__()
+        eye = torch.eye(4).to_sparse()
+        if buffer: self.register_buffer('adj', eye)
+        else: self.adj = eye
+        self.l = nn.Linear(4, 1)
+    def forward(self, x): return self.l(torch.sparse.mm(self.adj, x.T).T)
+
+def graph_learner(model):
+    xs = torch.randn(32, 4)
+    return Learner(DataLoaders.from_dsets(L(zip(xs, xs.sum(1, keepdim=True))), L(zip(xs, xs[:,:1])), bs=8, shuffle=False, device='cpu'), model,
+                   loss_func=nn.MSELoss(), opt_func=SGD)
+
+def test_sparse_tensors_are_told_of_and_the_learner_stays():
+    learn = graph_learner(Graph(True))
+    with pytest.raises(ValueError, match='`adj` of the model is a sparse tensor'): learn.to_xla()
+    assert not hasattr(learn, 'xla_opt') and str(learn.dls.device) == 'cpu'
+    with learn.no_logging(), learn.no_bar(): learn.fit(1)
+    learn = graph_learner(Graph(False)).to_xla()
+    with learn.no_logging(), learn.no_bar(), pytest.raises(RuntimeError, match='The step computes with a sparse tensor'): learn.fit(1)
+
+def test_a_learner_that_cannot_move_is_where_it_was(monkeypatch):
+    learn = graph_learner(nn.Linear(4, 1))
+    def fails(*args): raise RuntimeError('no room')
+    with monkeypatch.context() as m:
+        m.setattr('fastai_xla.opt_callback.explain_mixed', fails)
+        with pytest.raises(RuntimeError, match='no room'): learn.to_xla()
+    assert not hasattr(learn, 'xla_opt') and str(learn.dls.device) == 'cpu' and next(learn.model.parameters()).device.type == 'cpu'
+    with learn.no_logging(), learn.no_bar(): learn.fit(1)
+
+def test_an_embedding_with_sparse_gradients():
+    losses = []
+    for on_xla in (False, True):
+        torch.manual_seed(0)
+        learn = graph_learner(nn.Sequential(nn.Embedding(3, 4, sparse=True), nn.Flatten(), nn.Linear(16, 1)))
+        for dl in learn.dls.loaders: dl.dataset = [(x.long().clamp(0, 2), y) for x,y in dl.dataset]
+        if on_xla: learn.to_xla()
+        with learn.no_logging(), learn.no_bar(): learn.fit(2, 1e-2)
+        losses.append([float(o) for o in learn.recorder.losses])
+    test_close(*losses, eps=1e-5)

@@ -438,7 +438,7 @@ def test_another_do_one_batch_and_several_steps_as_one(monkeypatch):
     assert all(agree(there[k], here[k], 1e-4) for k in there) and passed_by(learn) == [2*(5+2)]
     texts = [str(w.message) for w in warned]
     assert sum('Mine._do_one_batch' in t and 'one by one' in t for t in texts) == 1
-    assert sum('Mine._do_one_batch' in t and 'each is retraced' in t for t in texts) == 1
+    assert sum('Mine._do_one_batch' in t and 'are retraced' in t for t in texts) == 1
 
 def by_hand(self, i, b):
     self.iter = i
