@@ -220,7 +220,9 @@ def _recover(learn):
 @patch
 def _do_fit(self:Learner):
     if not hasattr(self, 'xla_opt'): return self._under__do_fit()
-    try: self._under__do_fit()
+    try:
+        # else the backward pass runs in a thread of its own, where a `threading.local` and a `ContextVar` have other values than on the CPU
+        with torch.autograd.set_multithreading_enabled(False): self._under__do_fit()
     except CancelFitException: raise
     except BaseException as e:
         roots = (dict(model=self.model, loss_func=self.loss_func)

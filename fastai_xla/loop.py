@@ -241,8 +241,7 @@ def _after_batch_names(names):
     def named(cb): return is_user_callback(cb) and hasattr(cb, 'after_batch') and not names.isdisjoint(names_in(cb.after_batch, type(cb)))
     return named
 
-_names = 'model opt loss_func','set_seed manual_seed set_rng_state seed random_seed seed_everything'
-_looks_at_model,_seeds = (_after_batch_names(set(o.split())) for o in _names)
+_seeds = _after_batch_names(set('set_seed manual_seed set_rng_state seed random_seed seed_everything'.split()))
 
 @patch
 def _singly(self:Replay) -> str:
@@ -251,8 +250,8 @@ def _singly(self:Replay) -> str:
     other = in_place(self.learn, '_do_one_batch')
     if other: return f"{other} runs in the place of fastai's; without `steps_per_execution` it is replayed"
     if not step.folds(): return f"{names_of(step.acting('looks at the batch', _looks))} looks at each batch before its step"
-    cbs = step.acting('looks at the model', _looks_at_model)
-    if cbs: return f"{names_of(cbs)} may look at the model or its optimizer after each of them, or change them"
+    cbs = step.acting('changes the step', lambda cb: may_change_step(self.learn, cb, hypers_of(step.optimizers())))
+    if cbs: return f"{names_of(cbs)} may look at the model or its optimizer after each of them, or change what the next one depends on"
     if cbs := step.acting('seeds', _seeds): return f"{names_of(cbs)} may seed random numbers after each of them"
     return "the step changes an object that a callback, the loss or a layer keeps" if step.held_helpers() else ''
 

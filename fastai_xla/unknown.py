@@ -13,6 +13,7 @@ import functools
 import numpy as np
 import torch
 from torch import nn
+from torch.optim import optimizer as torch_optimizer
 from fastcore.all import *
 from fastai.callback.core import *
 from fastai.learner import Learner
@@ -85,7 +86,8 @@ def in_place(
 def unknown_code(
     learn:Learner, # Learner on an XLA device
 ) -> str: # Empty where all is of libraries
-    "What runs in a step of the learner and is the user's own"
+    "What runs in a step of the learner and is the user's own, and can run where a log is at work"
+    if is_torch_patched(): return ''
     method = first(n for n in _methods if in_place(learn, n))
     if method is not None or theirs(Learner, '_do_one_batch'): return f"{type(learn).__name__}.{method or '_do_one_batch'}"
     for cb in learn.cbs:
@@ -193,8 +195,16 @@ class ZeroGrad:
         for i in set(range(len(ps))).difference(guard.without): ps[i]._cleared = True
 
 # %% ../nbs/api/06aba_unknown.ipynb #95ac112c
+_hooks_of_all = torch_optimizer._global_optimizer_pre_hooks,torch_optimizer._global_optimizer_post_hooks
+
+def _is_plain(opt):
+    "Has nobody put a method into the optimizer, or a hook around its step?"
+    hooks = [getattr(opt, f'_optimizer_step_{n}_hooks', ()) for n in ('pre', 'post')]
+    own = [f for k,f in vars(opt).items() if k in ('step', 'zero_grad')]
+    return not any(hooks) and (isinstance(opt, Optimizer) or not any(_hooks_of_all)) and all(map(is_known, own))
+
 def _is_known_opt(opt):
-    return (is_known(opt) and is_known(innermost(opt)) and all(map(is_known, getattr(innermost(opt), 'cbs', ())))
+    return (is_known(opt) and is_known(innermost(opt)) and _is_plain(opt) and _is_plain(innermost(opt)) and all(map(is_known, getattr(innermost(opt), 'cbs', ())))
             and not any(isinstance(v, np.generic) or isinstance(v, torch.Tensor) for h in hypers_of([innermost(opt)])
                         for k,v in h.items() if k != 'params'))
 

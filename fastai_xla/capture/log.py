@@ -80,8 +80,11 @@ def __torch_function__(self:Log, f, types, args=(), kwargs=None):
     return self._special(f, args, kwargs or {})
 
 # %% ../../nbs/api/05l_capture.log.ipynb #87dd1c88
+_grad_fn = T.grad_fn
+
 @patch
 def _question(self:Log, f, args, kwargs):
+    if getattr(f, '__self__', None) is _grad_fn: args = self._with_graph(args)
     if (self.asked or self.turned) and f is not torch._C._set_grad_enabled:
         args = tuple(self.turned.get(id(a), self.asked.get(id(a), a)) if isinstance(a, T) else a for a in args)
     return f(*args, **(kwargs or {}))

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch.autograd.forward_ad import dual_level
+from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from fastcore.all import *
 
@@ -146,20 +147,26 @@ def _code_reads(code, names, whose, own, seen):
     "What code reads beside its arguments; empty if nothing"
     for i,then in pairwise(dis.get_instructions(code)):
         v = names.get(i.argval, dis) if i.opname == 'LOAD_GLOBAL' else dis
+        if i.opname == 'IMPORT_NAME' or v is dis and i.argval in _outer: return f'{whose} reads what {i.argval} gives'
         if isinstance(v, FunctionType) and not is_known(v): inner = _function_reads(v, seen=seen)
         elif own and v is own: inner = '' if then.argval in _helpers(own) else f'{whose} reads an attribute of {i.argval}'
-        else: inner = '' if _is_librarys(v) else f'{whose} reads {i.argval}, a global'
+        else: inner = '' if v is dis or _is_librarys(v) else f'{whose} reads {i.argval}, a global'
         if inner: return inner
     return first(filter(None, (_code_reads(c, names, whose, own, seen) for c in code.co_consts if isinstance(c, CodeType)))) or ''
 
 def _helpers(cls): return {k: f.__func__ for k,f in vars(cls).items() if isinstance(f, staticmethod)} if cls else {}
 
+_outer = {'__import__', 'globals', 'eval', 'exec', 'open', 'input'}
+_pure = set('torch torch_xla torchvision numpy math cmath operator functools itertools typing random fastai fastcore'.split())   # hold no settings; what they draw is seen
+
 def _is_librarys(v):
-    if isinstance(v, ModuleType): return is_library_name(v.__name__)
+    if isinstance(v, ModuleType): return v.__name__.partition('.')[0] in _pure
     return isinstance(v, (type, FunctionType, BuiltinFunctionType)) and is_known(v)
 
 def _function_reads(f, own=None, seen=()):
     if f in seen: return ''   # it calls itself
+    defaults = *(f.__defaults__ or ()),*(f.__kwdefaults__ or {}).values()
+    if not all(isinstance(o, _steady) or is_known(o) and callable(o) for o in defaults): return f'{f.__qualname__} reads a default argument'
     if f.__code__.co_freevars: return f'{f.__qualname__} reads {f.__code__.co_freevars[0]} of an enclosing function'
     return _code_reads(f.__code__, f.__globals__, f.__qualname__, own, (*seen, f))
 
@@ -251,10 +258,12 @@ def watch_calls():
     dual_level.__enter__ = _not_replayed(dual_level.__enter__, 'differentiates forwards, for as long as a block lasts')
     TorchDispatchMode.__enter__ = _not_replayed(TorchDispatchMode.__enter__, 'looks at each operator', but=_is_ours)
 
-looked_at = 'a `TorchDispatchMode` is on, which has to see each operator'
+looked_at = 'a `TorchDispatchMode` or `TorchFunctionMode` is on, which has to see each call'
 def watched() -> bool:
-    "Does a `TorchDispatchMode` of the user's see each operator?"
-    return torch._C._len_torch_dispatch_stack() > 0 and not all(map(_is_ours, _get_current_dispatch_mode_stack()))
+    "Does a mode of the user's see each operator, or each torch function?"
+    modes = _get_current_function_mode_stack() if torch._C._len_torch_function_stack() else ()
+    return (torch._C._len_torch_dispatch_stack() > 0 and not all(map(_is_ours, _get_current_dispatch_mode_stack()))
+            or not all(map(is_known, modes)))
 
 @contextmanager
 def logging(

@@ -9,6 +9,7 @@ __all__ = []
 
 # %% ../../nbs/api/05la_capture.placeholders.ipynb #03895fce
 import sys
+from weakref import getweakrefcount
 
 import torch
 from torch.utils import _pytree as pytree
@@ -18,6 +19,7 @@ from ..runtime import *
 from ..runtime import note_filled
 from ..graphs import *
 from ..draws import python_lock
+from .known import is_library_name
 from .calls import *
 from .arguments import *
 from .again import *
@@ -54,6 +56,15 @@ def _real(self:Log, a):
     return pytree.tree_map(real, a)
 
 # %% ../../nbs/api/05la_capture.placeholders.ipynb #52beff3d
+@patch
+def _with_graph(self:Log, args):
+    "Where the user asks for a graph, it has to be there: he may put a hook on it"
+    if is_library_name(sys._getframe(3).f_globals.get('__name__', '')): return args
+    why = f"{user_line()} asks for `grad_fn`, of which hooks run in the backward pass"
+    self._give_up(why)
+    self.refuse(why)
+    return self._real(args)
+
 _make_subclass = T._make_subclass
 
 @patch
@@ -78,10 +89,10 @@ def renew(self:Log,
 
 @patch
 def tidy(self:Log):
-    "Attributes that somebody has set on a placeholder are not there at the next step"
-    for i in [i for i,t in enumerate(self.objs) if t.__dict__]:
-        n,j = node_of(self.path, i)
-        if self.objs[i] is n.held[j] and self.objs[i].__dict__ != n.answer.kinds[j].attrs: self._hold(n, j)
+    "Attributes that somebody has set on a placeholder are not there at the next step, and weak references have died"
+    for i in [i for i,t in enumerate(self.objs) if t.__dict__ or getweakrefcount(t)]:
+        (n,j),t = node_of(self.path, i),self.objs[i]
+        if t is n.held[j] and (getweakrefcount(t) or t.__dict__ != n.answer.kinds[j].attrs): self._hold(n, j)
 
 @patch
 def _hold(self:Log, n, j):

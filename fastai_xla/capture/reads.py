@@ -116,6 +116,7 @@ class Reads:
             elif isinstance(v, _draws): self._refuse(v, n)
             elif not _moves(v): self._walk(v, code, n)
         me = own.get(code.co_varnames[0]) if code.co_argcount else None
+        self._later(me, code)
         if (type(me), code) in self._seen: return
         self._seen.add((type(me), code))
         for c in type(me).__mro__:   # a method may be patched
@@ -147,6 +148,14 @@ def _read(self:Reads, d, k, code, path, owner=None, new=False):
     if code is not None: self._walk(v, code, path)
 
 # %% ../../nbs/api/05f_capture.reads.ipynb #33fbe428
+@patch
+def _later(self:Reads, me, code):
+    "Note what an object has not, which would come before its class's, or be found by `hasattr`; and its class"
+    if isinstance(me, (nn.Module, torch.Tensor, type, ModuleType)) or is_library(type(me).__module__) or not isinstance(getattr(me, '__dict__', None), dict):
+        return
+    self._read(me, '__class__', None, f'the class of a {type(me).__name__}', me)
+    for k in _names(code)[1] - vars(me).keys(): self._read(vars(me), k, None, f'{type(me).__name__}.{k}', me, new=True)
+
 @patch
 def _walk(self:Reads, v, code, path, depth=0):
     "Follow the attributes whose names stand in the code, and all plain ones of objects that are no modules, callbacks or the like"

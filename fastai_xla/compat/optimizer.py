@@ -21,6 +21,7 @@ from fastai.optimizer import (Optimizer, Lookahead, OptimWrapper, average_grad, 
 
 from ..runtime import *
 from ..runtime import is_cleared, note_filled
+from ..graphs import sync_between
 from ..transfer import *
 from ..patching import patch, theirs
 
