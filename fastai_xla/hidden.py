@@ -90,6 +90,7 @@ def sparse_text(
     "What to say where an operator has met a sparse tensor"
     return f"The step computes with a sparse tensor. {_dense}." if 'SparseXLA' in str(e) or 'Sparse_CsrXLA' in str(e) else ''
 
+# %% ../nbs/api/06a_hidden.ipynb #4c1d0b0c
 def named_values(
     name:str, # What `o` is called
     o, # Module, function, callback or another object

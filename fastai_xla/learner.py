@@ -126,8 +126,7 @@ def to_xla(self:Learner,
     register_lowerings()
     for m in modules_of(self): refuse_sparse(m)
     if first_time := not hasattr(self, 'xla_opt'): _attach(self, XLAOptCallback(device))
-    self.xla_opt.device = device
-    self.xla_opt.layout = spread_as
+    self.xla_opt.device,self.xla_opt.layout = device,spread_as
     self.xla_opt.replay,self.replayed = _recorder(self, steps_per_execution, replay) if replay else None,None
     try: settle(self)
     except Exception:   # it is where it was

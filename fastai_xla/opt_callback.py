@@ -52,7 +52,8 @@ def _renew_opt(learn):
         for k in hypers[0]: learn.opt.set_hyper(k, [h[k] for h in hypers])
 
 _renewed = ("The optimizer held {} parameters (the first of shape {}) that are no longer the model's, as where a layer has been replaced, "
-            "or the model moved by hand. fastai would train neither those nor the ones in their place, silently, so its losses are others. The optimizer has been "
+            "or the model moved by hand. fastai would train neither those nor the ones in their place, silently, and have other losses. The "
+            "optimizer has been "
             "made anew, and holds all of the model's now. After a change of the model call `learn.create_opt()`.")
 
 # %% ../nbs/api/06f_opt_callback.ipynb #06f00001
@@ -128,25 +129,27 @@ class XLAOptCallback(Callback):
         if self.opt is not None: self.layout.place(modules_of(self.learn), [innermost(self.opt)])
         if self.fitting: self.log.between('before the fit')
 
-    def settle(self,
-        written:bool=True, # After a replayed step: may something have been traced since?
-        then=sync_between, # What computes what is pending, where no step was replayed
-    ):
-        "Compute what is pending. A step that was replayed has been computed and has moved the random state on; is there more?"
-        if not self.ran: then()
-        elif written:
-            before = n_executions()
-            settle_tensors()
-            if self.replay and n_executions() > before: self.replay.after_step()
-        self.ran = False
-        if self.replay: self.replay.stream.end()
-
     def before_train(self):    self._begin('before training,')
     def after_train(self):     self._between('after training,')
     def before_validate(self): self._begin('before validation,')
     def after_validate(self):  self._between('after validation,')
     def after_epoch(self):     self._between('after')
     def after_fit(self):       self.hidden()
+
+# %% ../nbs/api/06f_opt_callback.ipynb #7dfd670f
+@patch
+def settle(self:XLAOptCallback,
+    written:bool=True, # After a replayed step: may something have been traced since?
+    then=sync_between, # What computes what is pending, where no step was replayed
+):
+    "Compute what is pending. A step that was replayed has been computed and has moved the random state on; is there more?"
+    if not self.ran: then()
+    elif written:
+        before = n_executions()
+        settle_tensors()
+        if self.replay and n_executions() > before: self.replay.after_step()
+    self.ran = False
+    if self.replay: self.replay.stream.end()
 
 # %% ../nbs/api/06f_opt_callback.ipynb #fcf09705
 @patch

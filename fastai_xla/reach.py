@@ -138,7 +138,7 @@ def reaches_items(
     those = [o for found in named for os in found.values() for o in os]
     return not _reached(_makers(learn.dl)).isdisjoint(_reached([*cbs, *functions, *those]))
 
-# %% ../nbs/api/06aac_reach.ipynb #89a1184f
+# %% ../nbs/api/06aac_reach.ipynb #89a11850
 _of_step = {'model', 'opt', 'loss_func'}
 _harmless = {*'learn loss pred xb yb x y dl iter train_iter epoch recorder training item n'.split()}
 
@@ -164,12 +164,14 @@ def may_change_step(
     fs = [(cb.after_batch, type(cb)), *((v, object) for v in vars(cb).values() if isinstance(v, _functions))]
     found = [o for f,cls in fs for o in functions_in(f, cls)]
     if not all(map(_of_step.isdisjoint, (named for _,named in found))): return True
-    loss,held = learn.loss_func,[v for k,v in vars(cb).items() if k != 'learn'] + [o for _,named in found for os in named.values() for o in os]
+    held = [v for k,v in vars(cb).items() if k != 'learn'] + [o for _,named in found for os in named.values() for o in os]
+    loss = learn.loss_func
     those = {id(o) for o in (*hypers, learn.model, *learn.model.modules(), loss, getattr(loss, 'func', loss))}
     if any(_holds(v, those) for v in held): return True
     changed = set().union(*(_changed_by(g.__code__) for g,_ in found if _is_own(g))) - _in_place - _harmless
     return bool(changed) and not changed.isdisjoint(_names_of_step(learn))
 
+# %% ../nbs/api/06aac_reach.ipynb #89a1184f
 _draws = {*'''random randrange randint uniform gauss choice choices sample shuffle rand randn normal permutation randperm beta betavariate
     rand_like randn_like randint_like bernoulli multinomial dropout random_ normal_ uniform_ bernoulli_'''.split()}
 

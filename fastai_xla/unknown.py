@@ -204,8 +204,9 @@ def _is_plain(opt):
     return not any(hooks) and (isinstance(opt, Optimizer) or not any(_hooks_of_all)) and all(map(is_known, own))
 
 def _is_known_opt(opt):
-    return (is_known(opt) and is_known(innermost(opt)) and _is_plain(opt) and _is_plain(innermost(opt)) and all(map(is_known, getattr(innermost(opt), 'cbs', ())))
-            and not any(isinstance(v, np.generic) or isinstance(v, torch.Tensor) for h in hypers_of([innermost(opt)])
+    inner = innermost(opt)
+    return (all(is_known(o) and _is_plain(o) for o in (opt, inner)) and all(map(is_known, getattr(inner, 'cbs', ())))
+            and not any(isinstance(v, np.generic) or isinstance(v, torch.Tensor) for h in hypers_of([inner])
                         for k,v in h.items() if k != 'params'))
 
 def _as_one_call(cls, name, kind):

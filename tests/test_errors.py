@@ -364,7 +364,8 @@ class Graph(nn.Module):
 
 def graph_learner(model):
     xs = torch.randn(32, 4)
-    return Learner(DataLoaders.from_dsets(L(zip(xs, xs.sum(1, keepdim=True))), L(zip(xs, xs[:,:1])), bs=8, shuffle=False, device='cpu'), model,
+    dsets = L(zip(xs, xs.sum(1, keepdim=True))),L(zip(xs, xs[:,:1]))
+    return Learner(DataLoaders.from_dsets(*dsets, bs=8, shuffle=False, device='cpu'), model,
                    loss_func=nn.MSELoss(), opt_func=SGD)
 
 def test_sparse_tensors_are_told_of_and_the_learner_stays():

@@ -25,7 +25,7 @@ def dls():
     return DataLoaders.from_dsets(items[:64], items[64:], bs=16, shuffle=False, device='cpu')
 
 def learner(mid=None, own=True, opt=partial(SGD, mom=.9), loss=None, cbs=Schedule):
-    model = nn.Sequential(nn.Linear(6, 8), mid or nn.Tanh(), *[Own()]*own, nn.Linear(8, 3))
+    model = nn.Sequential(nn.Sequential(nn.Linear(6, 8), mid or nn.Tanh()), *[Own()]*own, nn.Linear(8, 3))
     return Learner(dls(), model, loss_func=loss or nn.CrossEntropyLoss(), opt_func=opt, cbs=cbs and cbs(), lr=.05)
 
 class Hooked(nn.Module):
@@ -72,7 +72,7 @@ class Applies(nn.Module):
 
 def wrapped_forward():
     learn = learner()
-    layer = learn.model[0]
+    layer = learn.model[0][0]
     forward = layer.forward
     @functools.wraps(forward)
     def louder(x): return forward(x)*S.w
@@ -101,7 +101,7 @@ def own_step(opt):
         return step(closure)
     opt.step = louder
 class TurnsPartial(Callback):
-    def after_batch(self): self.model[1].func.keywords['negative_slope'] = .1*(1+self.train_iter)
+    def after_batch(self): self.model[0][1].func.keywords['negative_slope'] = .1*(1+self.train_iter)
 def by_partial(): return learner(Lambda(partial(F.leaky_relu, negative_slope=.1)), cbs=TurnsPartial)
 
 made = dict(
@@ -173,6 +173,8 @@ class Asks:
     def __call__(self, g): return g*2 if hasattr(self, 'scale') else g
 class Other(Scales):
     def __call__(self, g): return g*.5
+class Inherits(Scales): pass
+def in_class(o): Inherits.scale = 3.
 
 def later(scales, change):
     def make():
@@ -186,8 +188,13 @@ def later(scales, change):
     return make
 
 @pytest.mark.parametrize('scales,change', [(Scales, lambda o: setattr(o, 'scale', 3.)), (Asks, lambda o: setattr(o, 'scale', 3.)),
-                                           (Scales, lambda o: setattr(o, '__class__', Other))], ids=['shadows', 'hasattr', 'class'])
-def test_an_attribute_that_comes_later(scales, change): check(later(scales, change))
+                                           (Scales, lambda o: setattr(o, '__class__', Other)), (Inherits, in_class)],
+                         ids=['shadows', 'hasattr', 'class', 'shadows_in_class'])
+def test_an_attribute_that_comes_later(scales, change):
+    def make():
+        if 'scale' in vars(Inherits): del Inherits.scale
+        return later(scales, change)()
+    check(make)
 
 class Focal:
     gamma = 1.

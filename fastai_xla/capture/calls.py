@@ -59,7 +59,9 @@ def takes_floats(name): return name in arithmetic or name.endswith('.apply') or 
 
 def is_question(f): return f in questions or f.__name__ == '__get__' and getattr(f, '__self__', None) in _asked
 
-def runs_users(f):
+def runs_users(
+    f, # Function
+) -> bool:
     "Does it run Python of the user's that no log sees, as an autograd function and the backward pass do?"
     return hasattr(f, 'users') or getattr(f, '__name__', '') in ('backward', 'grad')
 

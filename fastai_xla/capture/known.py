@@ -8,18 +8,18 @@ Docs: https://fastai-xla.github.io/fastai_xla/api/capture.known.html.md"""
 __all__ = ['is_library_name', 'is_known', 'is_torch_patched', 'KnownModule', 'KnownModules']
 
 # %% ../../nbs/api/05j_capture.known.ipynb #4c943341
-import random, weakref
+import weakref
 from collections.abc import Mapping
 from contextlib import contextmanager
 from functools import partial
 from operator import itemgetter
 from types import BuiltinFunctionType, FunctionType, MethodType
 
-import numpy as np
 import torch
 from torch import nn
 from fastcore.all import *
 
+from ..draws import host_rng, drew
 from .effects import is_library
 
 # %% ../../nbs/api/05j_capture.known.ipynb #3cdb6001
@@ -168,8 +168,6 @@ def _is_whole(m):
     return not any(_for_all)
 
 # %% ../../nbs/api/05j_capture.known.ipynb #f1414962
-def _host_draws(): return random.getstate(),np.random.get_state()[1:3],torch.default_generator.get_state()
-
 class KnownModules:
     "Modules that are one call, as long as they are"
     def __init__(self):
@@ -207,11 +205,10 @@ def run(self:KnownModules,
     kwargs, # Its keyword arguments
 ) -> tuple: # What it gives, and why it is not one call; empty if it is
     "Call a known module, and look at what it does beside computing"
-    before,draws = [_held(o) for o in k.ms],_host_draws()
-    res,now = k(*args, **kwargs),_host_draws()
+    before,rng = [_held(o) for o in k.ms],host_rng()
+    res = k(*args, **kwargs)
     changed = [type(o) for o,was in zip(k.ms, before) if _held(o) != was]
-    numpy_same = draws[1][1] == now[1][1] and (draws[1][0] == now[1][0]).all()
-    drawn = draws[0] != now[0] or not numpy_same or not torch.equal(draws[2], now[2])
+    drawn = drew(rng)
     if not changed and not drawn: return res,''
     self.not_whole.update(changed or [k.module])
     self.found.clear()

@@ -157,7 +157,8 @@ def _code_reads(code, names, whose, own, seen):
 def _helpers(cls): return {k: f.__func__ for k,f in vars(cls).items() if isinstance(f, staticmethod)} if cls else {}
 
 _outer = {'__import__', 'globals', 'eval', 'exec', 'open', 'input'}
-_pure = set('torch torch_xla torchvision numpy math cmath operator functools itertools typing random fastai fastcore'.split())   # hold no settings; what they draw is seen
+# modules that hold no settings; what they draw is seen
+_pure = set('torch torch_xla torchvision numpy math cmath operator functools itertools typing random fastai fastcore'.split())
 
 def _is_librarys(v):
     if isinstance(v, ModuleType): return v.__name__.partition('.')[0] in _pure

@@ -65,6 +65,7 @@ def _with_graph(self:Log, args):
     self.refuse(why)
     return self._real(args)
 
+# %% ../../nbs/api/05la_capture.placeholders.ipynb #52beff3e
 _make_subclass = T._make_subclass
 
 @patch

@@ -151,11 +151,13 @@ def _read(self:Reads, d, k, code, path, owner=None, new=False):
 @patch
 def _later(self:Reads, me, code):
     "Note what an object has not, which would come before its class's, or be found by `hasattr`; and its class"
-    if isinstance(me, (nn.Module, torch.Tensor, type, ModuleType)) or is_library(type(me).__module__) or not isinstance(getattr(me, '__dict__', None), dict):
-        return
-    self._read(me, '__class__', None, f'the class of a {type(me).__name__}', me)
-    for k in _names(code)[1] - vars(me).keys(): self._read(vars(me), k, None, f'{type(me).__name__}.{k}', me, new=True)
+    d,cls = getattr(me, '__dict__', None),type(me)
+    if isinstance(me, (nn.Module, torch.Tensor, type, ModuleType)) or is_library(cls.__module__) or not isinstance(d, dict): return
+    self._read(me, '__class__', None, f'the class of a {cls.__name__}', me)
+    for o,names in ((me, d), *((c, vars(c)) for c in cls.__mro__ if not is_library(c.__module__))):
+        for k in _names(code)[1] - names.keys(): self._read(names, k, None, f'{cls.__name__}.{k}', o, new=True)
 
+# %% ../../nbs/api/05f_capture.reads.ipynb #33fbe429
 @patch
 def _walk(self:Reads, v, code, path, depth=0):
     "Follow the attributes whose names stand in the code, and all plain ones of objects that are no modules, callbacks or the like"
