@@ -52,9 +52,8 @@ def _renew_opt(learn):
         for k in hypers[0]: learn.opt.set_hyper(k, [h[k] for h in hypers])
 
 _renewed = ("The optimizer held {} parameters (the first of shape {}) that are no longer the model's, as where a layer has been replaced, "
-            "or the model moved by hand. fastai would train neither those nor the ones in their place, silently, and have other losses. The "
-            "optimizer has been "
-            "made anew, and holds all of the model's now. After a change of the model call `learn.create_opt()`.")
+            "or the model moved by hand. fastai would train neither those nor the ones in their place, silently, and have other losses. "
+            "The optimizer has been made anew, and holds all of the model's now. After a change of the model call `learn.create_opt()`.")
 
 # %% ../nbs/api/06f_opt_callback.ipynb #06f00001
 def _move_dls(dls, device):
