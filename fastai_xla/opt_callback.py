@@ -114,6 +114,7 @@ class XLAOptCallback(Callback):
         device:torch.device, # XLA device of the learner
     ):
         self.device,self.log,self.fitting,self.replay,self.ran = device,CostLog(),False,None,False
+        self.begun = False   # is there a batch whose end has not been heard, as one that is cancelled with its fit?
         self.shapes,self.told = {},set()   # of batches in this fit; what has been told of tensors in attributes
         self.ended,self.targets = 0,None   # the random state at the end of the last batch; targets of those of the phase
         self.layout = ParamLayout()   # on many devices
@@ -142,18 +143,18 @@ def settle(self:XLAOptCallback,
     then=sync_between, # What computes what is pending, where no step was replayed
 ):
     "Compute what is pending. A step that was replayed has been computed and has moved the random state on; is there more?"
-    if not self.ran: then()
+    if not self.ran: (sync if self.begun else then)()
     elif written:
         before = n_executions()
         settle_tensors()
         if self.replay and n_executions() > before: self.replay.after_step()
-    self.ran = False
+    self.ran = self.begun = False
     if self.replay: self.replay.stream.end()
 
 # %% ../nbs/api/06f_opt_callback.ipynb #fcf09705
 @patch
 def before_batch(self:XLAOptCallback):
-    learn = self.learn   # whose attributes are slow to find through the callback
+    learn,self.begun = self.learn,True   # whose attributes are slow to find through the callback
     if getattr(learn, 'iter', None) is None or getattr(learn, 'dl', None) is None: return   # the event, or the batch, is called by hand
     if learn.iter == 0: _check_batch(learn)
     _check_shapes(learn, self.shapes.setdefault(learn.training, {}))

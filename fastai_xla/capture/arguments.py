@@ -138,7 +138,7 @@ def _from_outside(self:Arguments, a):
     self.outside.append(a)
     hooked,parted = _hooked(a),self.is_parted(a)
     if not self.answering and pending([a])[0]:
-        self.refuse(f"a tensor of shape {tuple(a.shape)} at {user_line()} was made in the step where nobody saw it")
+        self.refuse(f"a tensor of shape {tuple(a.shape)} at {user_line()} was made in the step where nobody saw it, as in `torch.func`")
     if (not a.is_leaf or parted) and not self.cuts:
         self.goes_back = True
         self.refuse(f"a tensor with a graph from before the step is used at {user_line()}; `detach()` it")
