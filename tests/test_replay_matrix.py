@@ -56,6 +56,7 @@ def left_behind(learn):
 def _same(a, b, tol=0.):
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         return (a.dtype == b.dtype and a.shape == b.shape and torch.allclose(a, b, rtol=0, atol=tol, equal_nan=True))
+    if type(a) is type(b) is float and abs(a-b) <= tol*max(1, abs(a)): return True
     return type(a) == type(b) and (a == b or a != a and b != b)
 
 def _difference(a, b):
