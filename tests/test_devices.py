@@ -38,7 +38,7 @@ def same(a, b):
 
 # Their true gradient is zero: that of attention's keys does not change a softmax. What Adam makes of it is rounding
 no_gradient = dict(convnet=(), tabular=(), text=(), words=('in_proj_bias',), unet=())
-loss_tol,weight_tol = dict(unet=1e-5),dict(unet=1e-4)
+loss_tol,weight_tol = dict(unet=1e-5),dict(unet=1e-4, convnet=5e-5)   # a bias of a BatchNorm, which begins at 0
 slow = ('unet', 'text')
 
 @pytest.mark.parametrize('name', no_gradient)
