@@ -236,12 +236,10 @@ def _before_each(self:Replay, i, raws):
     return held
 
 # %% ../nbs/api/06c_loop.ipynb #a5941d58
-def _after_batch_names(names):
-    "Does `after_batch` of a user's callback have one of these names in its code?"
-    def named(cb): return is_user_callback(cb) and hasattr(cb, 'after_batch') and not names.isdisjoint(names_in(cb.after_batch, type(cb)))
-    return named
-
-_seeds = _after_batch_names(set('set_seed manual_seed set_rng_state seed random_seed seed_everything'.split()))
+_seeding = set('set_seed manual_seed set_rng_state seed random_seed seed_everything'.split())
+def _seeds(cb):
+    "Does `after_batch` of a user's callback name what seeds random numbers?"
+    return is_user_callback(cb) and hasattr(cb, 'after_batch') and not _seeding.isdisjoint(names_in(cb.after_batch, type(cb)))
 
 @patch
 def _singly(self:Replay) -> str:

@@ -140,10 +140,9 @@ class XLAOptCallback(Callback):
 @patch
 def settle(self:XLAOptCallback,
     written:bool=True, # After a replayed step: may something have been traced since?
-    then=sync_between, # What computes what is pending, where no step was replayed
 ):
     "Compute what is pending. A step that was replayed has been computed and has moved the random state on; is there more?"
-    if not self.ran: (sync if self.begun else then)()
+    if not self.ran: (sync if self.begun else sync_between)()
     elif written:
         before = n_executions()
         settle_tensors()
@@ -154,7 +153,8 @@ def settle(self:XLAOptCallback,
 # %% ../nbs/api/06f_opt_callback.ipynb #fcf09705
 @patch
 def before_batch(self:XLAOptCallback):
-    learn,self.begun = self.learn,True   # whose attributes are slow to find through the callback
+    self.begun = True
+    learn = self.learn   # whose attributes are slow to find through the callback
     if getattr(learn, 'iter', None) is None or getattr(learn, 'dl', None) is None: return   # the event, or the batch, is called by hand
     if learn.iter == 0: _check_batch(learn)
     _check_shapes(learn, self.shapes.setdefault(learn.training, {}))
@@ -163,7 +163,8 @@ def before_batch(self:XLAOptCallback):
 def after_batch(self:XLAOptCallback):
     learn,replay = self.learn,self.replay
     others = getattr(getattr(learn, 'replayed', None), 'others', ())   # metrics that are computed after the step
-    self.settle(replay is None or replay.step.user_callbacks() or bool(others), then=sync)
+    self.begun = True   # also where a callback has cancelled it before its begin was heard here
+    self.settle(replay is None or replay.step.user_callbacks() or bool(others))
     # the first forward pass may set a buffer up, as an ActNorm's
     away = getattr(learn, 'iter', 0) == 0 and any(not is_xla(b) for m in modules_of(learn) for b in m.buffers())
     if away: move_learner(learn, self.device)

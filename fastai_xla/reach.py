@@ -19,6 +19,7 @@ import torch
 from plum import Function
 from torch import nn
 from fastcore.all import *
+from fastai.callback.core import Callback
 from fastai.learner import Learner
 from fastai.optimizer import Optimizer
 
@@ -109,12 +110,15 @@ def _own_code(o):
 
 def _is_own(f): return not is_library(getattr(f, '__module__', None) or '')
 
+def _running_in(learn):
+    "What may have code of the user's that runs where a batch is done"
+    modules = [m for o in (learn.model, learn.loss_func) for m in (o.modules() if isinstance(o, nn.Module) else [o, getattr(o, 'func', o)])]
+    transforms = getattr(getattr(getattr(learn, 'dl', None), 'after_batch', None), 'fs', ())
+    return [learn, *modules, *(getattr(m, 'func', m) for m in learn.metrics), *learn.cbs, *transforms]
+
 def _may_change(learn):
     "Do code that runs between two batches and code that makes items name what may be one thing, and the first change it?"
-    modules = [m for o in (learn.model, learn.loss_func) for m in (o.modules() if isinstance(o, nn.Module) else [o])]
-    transforms = getattr(getattr(learn.dl, 'after_batch', None), 'fs', ())
-    os = [learn, *modules, *(getattr(m, 'func', m) for m in learn.metrics), *learn.cbs, *transforms]
-    codes = {g.__code__ for o in os for f,cls in _own_code(o) for g,_ in functions_in(f, cls) if _is_own(g)}
+    codes = {g.__code__ for o in _running_in(learn) for f,cls in _own_code(o) for g,_ in functions_in(f, cls) if _is_own(g)}
     changed = set().union(*map(_changed_by, codes))
     named = _names_of_makers(learn.dl) if changed else set()
     return not changed.isdisjoint(named)
@@ -140,7 +144,7 @@ def reaches_items(
 
 # %% ../nbs/api/06aac_reach.ipynb #89a11850
 _of_step = {'model', 'opt', 'loss_func'}
-_harmless = {*'learn loss pred xb yb x y dl iter train_iter epoch recorder training item n'.split()}
+_harmless = {*'learn loss pred xb yb dl iter train_iter epoch recorder training'.split()}   # what a callback reads of a batch
 
 def _holds(v, those, depth=0):
     "Is `v` one of `those`, or a parameter, or does it hold one?"
@@ -148,11 +152,11 @@ def _holds(v, those, depth=0):
     if depth > 3 or isinstance(v, (Learner, torch.Tensor, np.ndarray, type, ModuleType)): return False
     return any(_holds(o, those, depth+1) for o in _parts(v))
 
-def _names_of_step(learn):
-    "Names in the user's code that a step runs, and of attributes of modules and the loss"
-    modules = [m for o in (learn.model, learn.loss_func) for m in (o.modules() if isinstance(o, nn.Module) else [o, getattr(o, 'func', o)])]
-    names = {n for m in modules for f,cls in _own_code(m) for n in names_in(f, cls)}
-    return names | {k for m in modules for k in getattr(m, '__dict__', {}) if not k.startswith('_')}
+def _names_of_step(learn, cb):
+    "Names in the user's code that a step runs, `cb` aside, and of attributes of modules, the loss and transforms"
+    os = [o for o in _running_in(learn) if o is not cb]
+    names = {n for o in os for f,cls in _own_code(o) for n in names_in(f, cls)}
+    return names | {k for o in os if not isinstance(o, (Learner, Callback)) for k in getattr(o, '__dict__', {}) if not k.startswith('_')}
 
 def may_change_step(
     learn:Learner, # Learner on an XLA device
@@ -169,7 +173,7 @@ def may_change_step(
     those = {id(o) for o in (*hypers, learn.model, *learn.model.modules(), loss, getattr(loss, 'func', loss))}
     if any(_holds(v, those) for v in held): return True
     changed = set().union(*(_changed_by(g.__code__) for g,_ in found if _is_own(g))) - _in_place - _harmless
-    return bool(changed) and not changed.isdisjoint(_names_of_step(learn))
+    return bool(changed) and not changed.isdisjoint(_names_of_step(learn, cb))
 
 # %% ../nbs/api/06aac_reach.ipynb #89a1184f
 _draws = {*'''random randrange randint uniform gauss choice choices sample shuffle rand randn normal permutation randperm beta betavariate

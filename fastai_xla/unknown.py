@@ -13,7 +13,7 @@ import functools
 import numpy as np
 import torch
 from torch import nn
-from torch.optim import optimizer as torch_optimizer
+from torch.optim.optimizer import _global_optimizer_pre_hooks, _global_optimizer_post_hooks
 from fastcore.all import *
 from fastai.callback.core import *
 from fastai.learner import Learner
@@ -195,13 +195,12 @@ class ZeroGrad:
         for i in set(range(len(ps))).difference(guard.without): ps[i]._cleared = True
 
 # %% ../nbs/api/06aba_unknown.ipynb #95ac112c
-_hooks_of_all = torch_optimizer._global_optimizer_pre_hooks,torch_optimizer._global_optimizer_post_hooks
-
 def _is_plain(opt):
     "Has nobody put a method into the optimizer, or a hook around its step?"
     hooks = [getattr(opt, f'_optimizer_step_{n}_hooks', ()) for n in ('pre', 'post')]
+    if not isinstance(opt, Optimizer): hooks += [_global_optimizer_pre_hooks, _global_optimizer_post_hooks]
     own = [f for k,f in vars(opt).items() if k in ('step', 'zero_grad')]
-    return not any(hooks) and (isinstance(opt, Optimizer) or not any(_hooks_of_all)) and all(map(is_known, own))
+    return not any(hooks) and all(map(is_known, own))
 
 def _is_known_opt(opt):
     inner = innermost(opt)

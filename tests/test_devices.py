@@ -1,6 +1,6 @@
 """Many devices: each run in a process of its own, on virtual devices of the CPU
 
-Losses are compared with one device's to 1e-6 of their size, weights to 1e-5 of the largest in their tensor."""
+Losses are compared with one device's to 1e-6 of their size, weights to 1e-5 of the largest in their tensor where `weight_tol` says no other."""
 import os, tempfile
 from functools import lru_cache
 from math import prod
@@ -38,7 +38,8 @@ def same(a, b):
 
 # Their true gradient is zero: that of attention's keys does not change a softmax. What Adam makes of it is rounding
 no_gradient = dict(convnet=(), tabular=(), text=(), words=('in_proj_bias',), unet=())
-loss_tol,weight_tol = dict(unet=1e-5),dict(unet=1e-4, convnet=5e-5)   # a bias of a BatchNorm, which begins at 0
+# of the convnet a bias of a BatchNorm, which begins at 0: from 2e-6 to 2e-5 by the seed of its augmentations
+loss_tol,weight_tol = dict(unet=1e-5),dict(unet=1e-4, convnet=5e-5)
 slow = ('unet', 'text')
 
 @pytest.mark.parametrize('name', no_gradient)
@@ -70,7 +71,7 @@ def test_two_and_eight():
     one = train(1, 'convnet')['convnet']
     for n,how in ((2, 'convnet/2'), (8, 'convnet')):
         for how,r in train(n, how, 'convnet/fsdp').items():
-            assert loss_error(one, r) < 1e-6 and max(errors(one, r).values()) < 1e-5, (n, how)
+            assert loss_error(one, r) < 1e-6 and max(errors(one, r).values()) < weight_tol['convnet'], (n, how)
 
 def test_faults_are_seen():
     "BatchNorm that is not synchronised gives other losses; labels that are not split are sent four times"

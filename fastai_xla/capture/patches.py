@@ -147,7 +147,8 @@ def _code_reads(code, names, whose, own, seen):
     "What code reads beside its arguments; empty if nothing"
     for i,then in pairwise(dis.get_instructions(code)):
         v = names.get(i.argval, dis) if i.opname == 'LOAD_GLOBAL' else dis
-        if i.opname == 'IMPORT_NAME' or v is dis and i.argval in _outer: return f'{whose} reads what {i.argval} gives'
+        outer = i.opname == 'LOAD_GLOBAL' and v is dis and i.argval in _outer
+        if outer or i.opname == 'IMPORT_NAME': return f'{whose} reads what {i.argval} gives'
         if isinstance(v, FunctionType) and not is_known(v): inner = _function_reads(v, seen=seen)
         elif own and v is own: inner = '' if then.argval in _helpers(own) else f'{whose} reads an attribute of {i.argval}'
         else: inner = '' if v is dis or _is_librarys(v) else f'{whose} reads {i.argval}, a global'

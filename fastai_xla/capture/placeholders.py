@@ -58,9 +58,9 @@ def _real(self:Log, a):
 # %% ../../nbs/api/05la_capture.placeholders.ipynb #52beff3d
 @patch
 def _with_graph(self:Log, args):
-    "Where the user asks for a graph, it has to be there: he may put a hook on it"
+    "Where the user asks for a graph, it has to be there: a hook may be put on it"
     if is_library_name(sys._getframe(3).f_globals.get('__name__', '')): return args
-    why = f"{user_line()} asks for `grad_fn`, of which hooks run in the backward pass"
+    why = f"{user_line()} asks for `grad_fn`, on which a hook may be put; `requires_grad` says as well whether there is one"
     self._give_up(why)
     self.refuse(why)
     return self._real(args)
