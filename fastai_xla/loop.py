@@ -181,13 +181,14 @@ def _reads_grads(cb): return _class_reads_grads(type(cb)) or any(map(_says_grad,
 # %% ../nbs/api/06c_loop.ipynb #5b1f09b0
 def _others(learn): return getattr(learn.__dict__.get('replayed'), 'others', ())
 
-def _is_around(r, cb, event_name):
-    "Does a callback that is not fastai's act outside of the step?"
-    if r is None or event_name not in outside_step: return False
+def _around(r, cbs, event_name):
+    "Those of `cbs` that are not fastai's and act outside of the step"
+    if r is None or event_name not in outside_step: return ()
     logged = event_name == 'before_batch' and r.by_log and r.by_log.serves()
+    users = () if logged else r.step.acting('a user callback', is_user_callback)
     # of another package, or with metrics that are computed after the step; of those on the host it is known what they read
-    if isinstance(cb, Recorder): return not keeps_metrics(cb) or any(m not in on_host for m in _others(r.learn))
-    return not logged and cb in r.step.acting('a user callback', is_user_callback)
+    def counts(rec): return not keeps_metrics(rec) or any(m not in on_host for m in _others(r.learn))
+    return [cb for cb in cbs if (counts(cb) if isinstance(cb, Recorder) else cb in users)]
 
 # %% ../nbs/api/06c_loop.ipynb #5b1f09b1
 @patch(stands_in=True)
@@ -205,12 +206,13 @@ def _call_one(self:Learner, event_name):
     r = _replay(self)
     step = r.step if r else None
     cbs = ordered(self) if step is None or event_name == 'after_fit' else list(step.acting(event_name))
+    reading = list(filter(_reads_grads, cbs)) if step is None else step.acting('reads gradients', _reads_grads)
+    around = _around(r, cbs, event_name)
     for cb in cbs:
         # `Replay` does that after the batch transforms
         if event_name == 'before_batch' and step and step.batch.raws and (isinstance(cb, CastToTensor) or mixes(cb)): continue
-        reads = _reads_grads(cb) if step is None else cb in step.acting('reads gradients', _reads_grads)
-        with zeros_shown(self.model.parameters()) if reads else nullcontext():
-            r.fit.reads.run(cb, event_name) if _is_around(r, cb, event_name) else cb(event_name)
+        with zeros_shown(self.model.parameters()) if cb in reading else nullcontext():
+            r.fit.reads.run(cb, event_name) if cb in around else cb(event_name)
 
 _here = Learner._call_one
 

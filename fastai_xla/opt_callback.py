@@ -120,6 +120,8 @@ class XLAOptCallback(Callback):
         self.layout = ParamLayout()   # on many devices
         self.homes = {}   # (module, name) -> the parameter that was there when the model was moved last
 
+    __setattr__ = object.__setattr__   # fastai's warns of names that the learner has, for which it searches learner and model
+
     def before_fit(self): _beside_lost(self._prepare)
     def _prepare(self):
         settle(self.learn, opt=self.fitting)   # another model may be there for a prediction only

@@ -12,7 +12,7 @@ def dls():
     set_seed(1)
     xs = torch.randn(96, 8)
     ys = (xs.sum(1) > 0).long()
-    return DataLoaders.from_dsets(list(zip(xs, ys)), list(zip(xs[:32], ys[:32])), bs=16, device='cpu')
+    return DataLoaders.from_dsets(list(zip(xs, ys)), list(zip(xs[:32], ys[:32])), bs=16, num_workers=0, device='cpu')
 
 class Net(nn.Module):
     def __init__(self, f=None):

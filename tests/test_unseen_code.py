@@ -22,7 +22,7 @@ class Own(nn.Module):
 def dls():
     g = torch.Generator().manual_seed(0)
     items = list(zip(torch.randn(80, 6, generator=g), torch.randint(0, 3, (80,), generator=g)))
-    return DataLoaders.from_dsets(items[:64], items[64:], bs=16, shuffle=False, device='cpu')
+    return DataLoaders.from_dsets(items[:64], items[64:], bs=16, shuffle=False, num_workers=0, device='cpu')
 
 def learner(mid=None, own=True, opt=partial(SGD, mom=.9), loss=None, cbs=Schedule):
     model = nn.Sequential(nn.Sequential(nn.Linear(6, 8), mid or nn.Tanh()), *[Own()]*own, nn.Linear(8, 3))

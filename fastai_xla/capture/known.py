@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Mapping
 from contextlib import contextmanager
 from functools import partial
-from operator import itemgetter
+from operator import is_, itemgetter
 from types import BuiltinFunctionType, FunctionType, MethodType
 
 import torch
@@ -43,9 +43,15 @@ def is_known(
     if isinstance(o, FunctionType) and not is_library_name(o.__globals__.get('__name__', 'builtins')): return False
     return is_library_name(getattr(o, '__module__', None) or 'builtins')
 
+_torchs = []   # what there was in torch when nothing was the user's
+
 def is_torch_patched() -> bool:
     "Has a function of torch's one of the user's in its place? torch would call that twice where a log is at work"
-    return not all(is_known(f) for m in (torch, nn.functional) for f in vars(m).values() if isinstance(f, FunctionType))
+    fs = [f for m in (torch, nn.functional) for f in vars(m).values()]
+    if len(fs) != len(_torchs) or not all(map(is_, fs, _torchs)):   # to look at what each of them is takes a millisecond
+        if not all(is_known(f) for f in fs if isinstance(f, FunctionType)): return True
+        _torchs[:] = fs
+    return False
 
 # %% ../../nbs/api/05j_capture.known.ipynb #3cdb6002
 def holds_tensors(
