@@ -87,15 +87,6 @@ def _zeros(met, device):
     elif not isinstance(met.total, torch.Tensor): met.total = send_batch([torch.zeros(())], device)[0]
 
 # %% ../nbs/api/06b_replay.ipynb #22ac884c
-_specs = {}   # lengths of tuples -> how these make a batch
-def _leaves(tuples):
-    "As of `flatten`, which takes ten times as long where a batch is plain tuples of tensors, as nearly all are"
-    plain = all(type(o) is tuple and all(isinstance(t, torch.Tensor) for t in o) for o in tuples)
-    if not plain: return flatten(tuples)
-    lengths = tuple(map(len, tuples))
-    if lengths not in _specs: _specs[lengths] = flatten(tuples)[1]
-    return [t for o in tuples for t in o],_specs[lengths]
-
 @patch
 def do_batch(self:Replay) -> bool: # Has the step been done?
     "Do the step of this batch as recorded, if that can be"
@@ -105,7 +96,8 @@ def do_batch(self:Replay) -> bool: # Has the step been done?
     if watched():
         fit.reason = looked_at
         return False
-    inputs,spec = _leaves([f.raw for f in b.raws] if b.raws is not None else [learn.xb, learn.yb])
+    parts = [flatten(o) for o in ([f.raw for f in b.raws] if b.raws is not None else (learn.xb, learn.yb))]
+    inputs,spec = [t for ts,_ in parts for t in ts],tuple(s for _,s in parts)
     recs,same = self.kinds.find(inputs, spec)
     if isinstance(recs, str):
         fit.reason = recs

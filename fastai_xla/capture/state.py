@@ -9,7 +9,7 @@ __all__ = ['set_data', 'flatten', 'Refused', 'key_name', 'checksum', 'content', 
            'leaf', 'grad', 'all_tensors', 'live_tensors']
 
 # %% ../../nbs/api/05b_capture.state.ipynb #1e39253c
-import gc, sys, time, zlib
+import functools, gc, sys, time, zlib
 from contextlib import contextmanager
 from dataclasses import is_dataclass
 from itertools import compress
@@ -49,10 +49,15 @@ def _kind_of(o):
     if isinstance(o, (tuple, list, dict)): return next(c for c in (tuple, list, dict) if isinstance(o, c))
     return object if isinstance(o, SimpleNamespace) or is_dataclass(o) and not isinstance(o, type) else None
 
+_plain = (int, float, bool, str, bytes, type(None), torch.dtype, torch.device)
+@functools.cache
+def _flat_spec(cls, n): return pytree.tree_flatten(cls([0]*n))[1]   # of what nearly all are; pytree takes ten times as long
 def flatten(
     o, # Anything
 ): # Leaves, and the specification from which `tree_unflatten` makes the same of others
     "The leaves of lists, tuples, dicts, dataclasses, and of subclasses of these"
+    flat = type(o) in (tuple, list) and all(isinstance(l, (torch.Tensor, *_plain)) for l in o)
+    if flat: return list(o),_flat_spec(type(o), len(o))
     leaves,spec = pytree.tree_flatten(o)
     new = {type(l): k for l in leaves if not isinstance(l, torch.Tensor) and (k := _kind_of(l))}
     for cls,kind in new.items(): pytree.register_pytree_node(cls, _parts(kind), _rebuilt(cls, kind))
@@ -70,7 +75,6 @@ class Refused(RuntimeError):
         super().__init__(why+detail)
         self.why,self.again,self.holder = why,again,holder
 
-_plain = (int, float, bool, str, bytes, type(None), torch.dtype, torch.device)
 # the last is a cache of `nn.RNNBase`, checked by itself
 _module_attrs = frozenset(nn.Module().__dict__) - {'training'} | {'_flat_weight_refs'}
 
@@ -231,8 +235,7 @@ def restore(self:Memory):
         for t,was,_ in self.host:
             if not torch.equal(t, was): t.copy_(was)   # else it would count as written to
     for t,g,r in self.inputs: t.grad,t.requires_grad = g,r   # what a trace has made of them is forgotten
-    for t,g,was in self.host_grads:
-        t.grad = g if g is None else g.copy_(was)
+    for t,g,was in self.host_grads: t.grad = g if g is None else g.copy_(was)
     for p,g,r in self.params:
         if p.grad is not g: p.grad = g
         p.requires_grad_(r)
