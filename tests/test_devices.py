@@ -1,6 +1,7 @@
 """Many devices: each run in a process of its own, on virtual devices of the CPU
 
-Losses are compared with one device's to 1e-6 of their size, weights to 1e-5 of the largest in their tensor where `weight_tol` says no other."""
+Losses are compared with one device's to 1e-6 of their size, weights to 1e-5 of the largest in their tensor
+where `weight_tol` says no other."""
 import os, tempfile
 from functools import lru_cache
 from math import prod
