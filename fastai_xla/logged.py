@@ -190,9 +190,7 @@ def _run(self:Logged) -> bool: # Has it been run?
         end.programs.remove(p)
         log._give_up("torch_xla has dropped the step's program")
         return False
-    for i,(v,grad) in results.items():
-        if i in held: log.renew(i, v, grad)
-    log.tidy()
+    log.give(results, held, p.left.same_grads)
     r.learn.xla_opt.ran = True
     r.tell_others(batch.others)
     self.fit.counts[r.learn.training]['replayed'] += 1

@@ -10,7 +10,9 @@ __all__ = ['build', 'put_numbers', 'with_state', 'run_known', 'run_node', 'ties'
 # %% ../../nbs/api/05kb_capture.again.ipynb #5b8e1a05
 from collections import Counter, OrderedDict
 from contextlib import contextmanager
+from functools import partial
 
+import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 from fastcore.all import *
@@ -38,6 +40,27 @@ def build(
     if kind == 'const': return items
     items = [build(o, env, nums, hosts) for o in items]
     return slice(*items) if kind is slice else kind(*items) if hasattr(kind, '_fields') else tuple(items)
+
+# %% ../../nbs/api/05kb_capture.again.ipynb #ed1151a8
+@patch
+def _template(self:Arguments, a, n, ints, floats):
+    "What an argument is made of again; `n` counts numbers and tensors of the host"
+    t = type(a)
+    again = partial(self._template, n=n, ints=ints, floats=floats)
+    if isinstance(a, T):
+        i = self.at.get(id(a))
+        if i is not None: return Slot('t', i)
+        n[1] += 1
+        return Slot('h', n[1]-1)
+    if (t is float or isinstance(a, np.floating)) and floats or (t is int or isinstance(a, np.integer)) and ints:
+        n[0] += 1
+        return Slot('n', n[0]-1)
+    if t is slice: return (slice, [again(o) for o in (a.start, a.stop, a.step)])
+    if t is list: return [again(o) for o in a]
+    if t is torch.Size: return ('const', a)
+    if isinstance(a, (tuple, list)): return (t, [again(o) for o in a])
+    if t in (dict, OrderedDict): return t((k, again(v)) for k,v in a.items())
+    return ('const', a)
 
 # %% ../../nbs/api/05kb_capture.again.ipynb #2020639e
 def put_numbers(

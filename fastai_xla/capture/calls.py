@@ -6,9 +6,9 @@ Docs: https://fastai-xla.github.io/fastai_xla/api/capture.calls.html.md"""
 
 # %% auto #0
 __all__ = ['T', 'P', 'get_version', 'questions', 'hook_calls', 'makers', 'cutting', 'arithmetic_of_ints', 'arithmetic',
-           'why_draws', 'takes_ints', 'takes_floats', 'is_question', 'runs_users', 'is_on_xla', 'flags_of', 'n_reads',
-           'why_read', 'is_read', 'call_name', 'user_line', 'context_now', 'in_context', 'Node', 'Answer', 'Template',
-           'End', 'Kind', 'another_call', 'node_of', 'Miss', 'changed', 'cure_of']
+           'why_draws', 'takes_ints', 'takes_floats', 'number_kinds', 'is_question', 'runs_users', 'is_on_xla',
+           'flags_of', 'n_reads', 'why_read', 'is_read', 'call_name', 'user_line', 'context_now', 'in_context', 'Node',
+           'Answer', 'Template', 'End', 'Kind', 'another_call', 'node_of', 'Miss', 'changed', 'cure_of']
 
 # %% ../../nbs/api/05k_capture.calls.ipynb #269797f3
 import re, sys
@@ -56,6 +56,19 @@ arithmetic = arithmetic_of_ints | set('''pow pow_ __pow__ __rpow__ __ipow__ rsub
 
 def takes_ints(name): return name.removeprefix('_foreach_') in arithmetic_of_ints
 def takes_floats(name): return name in arithmetic or name.endswith('.apply') or name.startswith('_foreach_')   # of an autograd function
+
+_writing = set('fill_ __setitem__ full full_like new_full masked_fill masked_fill_'.split())
+
+def number_kinds(
+    name:str, # Of a function
+    args:tuple, # Arguments
+    kwargs:dict, # Keyword arguments
+) -> tuple: # Of ints? of floats?
+    "Which numbers of a call are arithmetic? One that a tensor of bools or integers cannot hold decides what is written"
+    ints,floats = takes_ints(name),takes_floats(name)
+    if name not in _writing: return ints,floats
+    dtype = kwargs.get('dtype') or (args[0].dtype if args and isinstance(args[0], T) else torch.get_default_dtype())
+    return ints and dtype != torch.bool,floats and (dtype.is_floating_point or dtype.is_complex)
 
 def is_question(f): return f in questions or f.__name__ == '__get__' and getattr(f, '__self__', None) in _asked
 
@@ -150,10 +163,10 @@ class Node:
 
 class Answer:
     "What a call is answered with: new tensors, those that were there before, and what it has done to others"
-    __slots__ = 'new kinds olds consts spec flat spare turned filled'.split()
+    __slots__ = 'new kinds olds consts spec flat spare turned filled carries'.split()
     def __init__(self):
         self.new = range(0)   # origins of the new tensors
-        self.kinds,self.turned,self.filled = [],[],()
+        self.kinds,self.turned,self.filled,self.carries = [],[],(),False
 
 class Template:
     "What a call is made of again"
@@ -242,6 +255,8 @@ def from_lists(
     if type(i) is list and i and all(map(_is_int, i)): return torch.tensor(list(map(int, i)))
     # torch takes each number of an array for an index, of whatever kind, but those of bools and bytes for a mask
     return from_array(i.astype(np.int64) if isinstance(i, np.ndarray) and i.dtype.kind in 'iuf' and i.dtype != np.uint8 else i)
+
+made_as = {T.as_subclass, T._make_subclass}   # which carry nothing themselves
 
 def deep_copy(t):
     "As `copy.deepcopy` copies a tensor"

@@ -8,11 +8,14 @@ Docs: https://fastai-xla.github.io/fastai_xla/api/capture.log.html.md"""
 __all__ = ['Log']
 
 # %% ../../nbs/api/05l_capture.log.ipynb #eb4c4039
+from copy import deepcopy
+
 import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from fastcore.all import *
+from fastai.torch_core import TensorBase
 
 from ..runtime import *
 from ..runtime import note_filled, xla_counts
@@ -20,12 +23,10 @@ from ..graphs import *
 from ..draws import python_lock, host_rng, drew
 from .known import *
 from .calls import *
-from .calls import deep_copy, from_array, from_lists, indexing, mask_of
+from .calls import deep_copy, from_array, from_lists, indexing, made_as, mask_of
 from .arguments import *
 
 # %% ../../nbs/api/05l_capture.log.ipynb #c8dd60fd
-_nothing = [None]
-
 class Log(TorchFunctionMode, Arguments):
     "Compares torch calls with a tree of those that were logged"
     def __init__(self):
@@ -69,7 +70,7 @@ def __torch_function__(self:Log, f, types, args=(), kwargs=None):
         for n in self.cur.kids:
             if (n.f is f or n.wrapper and n.f == f) and n.keys == keys and n.held is not None:
                 if self.is_wanted(n, (*args, *kwargs.values()) if keys else args):
-                    if n.alone is None: return self._answer(n)
+                    if n.alone is None: return self._answer(n, args, kwargs)
                     self.cur,t = n,n.held[0]
                     self.path.append(n)
                     self.at[id(t)] = n.alone
@@ -98,9 +99,13 @@ def _special(self:Log, f, args, kwargs):
         self._give_up(f'{call_name(f)} at {user_line()}')
         self.refuse(f"a hook on a tensor at {user_line()} runs in the backward pass")
         return f(*self._real(args), **self._real(kwargs))
+    if f == get_grad and self.at.get(id(args[0]), -1) < 0 and (g := self.grad_before(args[0])) is not None:
+        return self.call(kept_grad, (args[0], g), {})
     if f is T.__iter__: return iter(self.call(torch.unbind, (args[0], 0), {}))
     if f is T.__deepcopy__ and is_on_xla(args[0]):
         r = args[1][id(args[0])] = self.call(deep_copy, (args[0],), {})
+        if args[0].__dict__:
+            with self: r.__dict__ = deepcopy(args[0].__dict__, args[1])
         return r
     if f in makers and is_xla(torch.device(kwargs.get('device') or 'cpu')) and not any(map(is_on_xla, pytree.tree_leaves(args))):
         return self.call(T.to, (f(*args, **{k: v for k,v in kwargs.items() if k != 'device'}), kwargs['device']), {})
@@ -131,7 +136,7 @@ def call(self:Log,
     n = self._matching(f, key)
     if hasattr(f, 'taken'): self.taken[self.cur.template.depth+1] = f.taken(),f.places
     if self.answering:
-        if n is not None and n.held is not None: return self._answer(n)
+        if n is not None and n.held is not None: return self._answer(n, args, kwargs)
         if not saw: return self._call_of_the_host(f, args, kwargs, key, n, before)
         self._give_up(self._difference(f, key))
         new = self.outside[before[2]:]   # the first calls of a new path are checked as those of a first step
@@ -212,26 +217,6 @@ def _difference(self:Log, f, key):
     was = first((v, self.nums[i]) for i,v in n.bad if self.nums[i] != v)
     return f'{here} has another number: {was[0]} -> {was[1]}' if was else here
 
-# %% ../../nbs/api/05l_capture.log.ipynb #b608caa3
-@patch
-def _answer(self:Log, n):
-    "The placeholders of a call that is as it was"
-    self.cur = n
-    self.path.append(n)
-    r = n.answer
-    for i in r.filled: self.outside[i]._cleared = None
-    for o,t in r.turned: self.turned[id(self._object(o))] = t
-    if r.olds == _nothing and r.consts == _nothing: return None
-    for o,t in zip(r.new, n.held): self.at[id(t)] = o
-    self.objs.extend(n.held)
-    if r.flat: return r.flat(n.held)
-    if not r.kinds and r.spec.is_leaf() and r.olds[0] is not None: return self._object(r.olds[0])
-    ls = [c if o is None else self._object(o) for o,c in zip(r.olds, r.consts)]
-    return ls[0] if r.spec.is_leaf() else pytree.tree_unflatten(ls, r.spec)
-
-@patch
-def _object(self:Log, o): return self.objs[o] if o >= 0 else self.outside[-1-o]
-
 # %% ../../nbs/api/05l_capture.log.ipynb #503165ea
 @patch
 def _note(self:Log, f, args, kwargs, key, n, before, r, turns=()):
@@ -258,7 +243,8 @@ def _note(self:Log, f, args, kwargs, key, n, before, r, turns=()):
         res.turned = turns
         res.new,res.kinds,res.olds,res.consts,res.spec = range(base, base+len(kinds)),kinds,olds,consts,spec
         res.flat = type(r) if type(r) in (tuple, list) and len(kinds) == len(leaves) == len(r) else None
-        n.alone = base if len(kinds) == len(leaves) == 1 and spec.is_leaf() else None
+        res.carries = f not in made_as and not isinstance(f, KnownModule) and any(isinstance(self.objs[o], TensorBase) for o in res.new)
+        n.alone = base if len(kinds) == len(leaves) == 1 and spec.is_leaf() and not res.carries else None
     self.at.update(new)
     self.cur = n
     self.path.append(n)
@@ -268,7 +254,8 @@ def _note(self:Log, f, args, kwargs, key, n, before, r, turns=()):
 @patch
 def _class_of(self:Log, a):
     called = type(a).__torch_function__   # of a parameter torch's own, which is no method
-    if type(a) not in (T, P) and not is_known(getattr(called, '__func__', called)):
+    reads = a.__dict__ and not isinstance(a, TensorBase)   # as torchvision's boxes, which give their format on
+    if type(a) not in (T, P) and (reads or not is_known(getattr(called, '__func__', called))):
         self.refuse(f"torch calls run code of {type(a).__name__} at {user_line()}")
 
 @patch
@@ -286,7 +273,7 @@ def _as_given(self:Log, l):
 @patch
 def _new_node(self:Log, f, args, kwargs, key, before):
     n,name,count = Node(),getattr(f, '__name__', ''),[*before[:2]]
-    ints,floats,t = takes_ints(name),takes_floats(name),n.template
+    (ints,floats),t = number_kinds(name, args, kwargs),n.template
     sets = name == '__setitem__'   # an index is no number of arithmetic
     items = [self._template(a, count, ints and (i == 2 or not sets), floats) for i,a in enumerate(args)]
     t.args = (tuple, items),{k: self._template(v, count, ints and not sets, floats) for k,v in kwargs.items()}

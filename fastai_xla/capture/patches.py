@@ -9,8 +9,7 @@ __all__ = ['looked_at', 'active', 'log_call', 'give_up', 'set_aside', 'partial_a
            'logging']
 
 # %% ../../nbs/api/05m_capture.patches.ipynb #a16c218b
-import dis, functools, sys, threading
-from concurrent.futures import ThreadPoolExecutor
+import concurrent.futures, dis, functools, sys, threading
 from contextlib import contextmanager, nullcontext
 from itertools import pairwise
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
@@ -22,6 +21,7 @@ from torch.autograd.forward_ad import dual_level
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from fastcore.all import *
+from fasttransform.cast import retain_meta
 
 from ..runtime import *
 from ..graphs import *
@@ -110,8 +110,8 @@ def _lead_to(ours, f):
 
 # %% ../../nbs/api/05m_capture.patches.ipynb #bf7a017c
 def _carries(a):
-    "Has a tensor another one in an attribute, as what fastai's `MergeLayer` is given?"
-    return isinstance(a, T) and any(isinstance(v, T) for v in a.__dict__.values())
+    "Has a tensor attributes, as what fastai's `MergeLayer` is given? Its results may have them as well"
+    return isinstance(a, T) and any(k != '_cleared' for k in a.__dict__)
 
 _module_call = nn.Module.__call__
 def _call_module(self, *args, **kwargs):
@@ -129,7 +129,7 @@ _as_subclass = T.as_subclass
 @functools.wraps(_as_subclass)
 def _to_subclass(self, cls):
     if not _active or not is_xla(self) or (log := active()) is None: return _as_subclass(self, cls)
-    return log_call(log, _as_subclass, (self, cls))
+    return retain_meta(self, log_call(log, _as_subclass, (self, cls)))
 
 _make_subclass = T._make_subclass
 @functools.wraps(_make_subclass)
@@ -254,7 +254,7 @@ def watch_calls():
     torch.autograd.graph.saved_tensors_hooks.__enter__ = _saved_hooks
     before_fetch.append(_as_they_are)
     before_seed.append(_seeding)
-    for cls in (threading.Thread, ThreadPoolExecutor):
+    for cls in (threading.Thread, concurrent.futures.ThreadPoolExecutor):
         name = 'start' if cls is threading.Thread else 'submit'
         setattr(cls, name, _not_replayed(getattr(cls, name), _thread))
     dual_level.__enter__ = _not_replayed(dual_level.__enter__, 'differentiates forwards, for as long as a block lasts')

@@ -14,6 +14,7 @@ from weakref import getweakrefcount
 import torch
 from torch.utils import _pytree as pytree
 from fastcore.all import *
+from fastai.torch_core import TensorBase, _find_args
 
 from ..runtime import *
 from ..runtime import note_filled
@@ -25,6 +26,41 @@ from .arguments import *
 from .again import *
 from .log import *
 
+# %% ../../nbs/api/05la_capture.placeholders.ipynb #b608caa3
+def _carry(
+    args:tuple, # Of a call
+    kwargs:dict, # Of the call
+    res, # What it gives
+):
+    "Give the tensors of `res` the attributes that `TensorBase.__torch_function__` would have given them"
+    given = _find_args(args or list(kwargs.values()))
+    for t in res if is_listy(res) else [res]:
+        if isinstance(t, TensorBase) and given: t.set_meta(given[0], as_copy=True)
+
+_nothing = [None]
+
+@patch
+def _answer(self:Log, n, args, kwargs):
+    "The placeholders of a call that is as it was"
+    self.cur = n
+    self.path.append(n)
+    r = n.answer
+    for i in r.filled: self.outside[i]._cleared = None
+    for o,t in r.turned: self.turned[id(self._object(o))] = t
+    if r.olds == _nothing and r.consts == _nothing: return None
+    for o,t in zip(r.new, n.held): self.at[id(t)] = o
+    self.objs.extend(n.held)
+    if not r.kinds and r.spec.is_leaf() and r.olds[0] is not None: return self._object(r.olds[0])
+    if r.flat: res = r.flat(n.held)
+    else:
+        ls = [c if o is None else self._object(o) for o,c in zip(r.olds, r.consts)]
+        res = ls[0] if r.spec.is_leaf() else pytree.tree_unflatten(ls, r.spec)
+    if r.carries: _carry(args, kwargs or {}, res)
+    return res
+
+@patch
+def _object(self:Log, o): return self.objs[o] if o >= 0 else self.outside[-1-o]
+
 # %% ../../nbs/api/05la_capture.placeholders.ipynb #db38f27a
 @patch
 def _give_up(self:Log, why):
@@ -32,11 +68,13 @@ def _give_up(self:Log, why):
     if not self.answering: return
     miss,self.answering = self.miss,False
     miss.why = why
+    for t in self.outside: self._note_grad(t)
     env = {-1-j: t for j,t in enumerate(self.outside)}
     self.busy += 1
     try:
         for n in self.path:
             run_node(n, env, self.nums, self.hosts, *self.taken.get(n.template.depth, ()))
+            for i in n.answer.new: env[i].__dict__ = self.objs[i].__dict__   # what the user has set there since
             if getattr(n.f, '__name__', '') == 'backward': note_filled(self.outside)   # as `Learner._backward` would have
     finally: self.busy -= 1
     miss.fell,miss.given,miss.made = xla_counts().fallbacks,self.objs,[env[i] for i in range(len(self.objs))]
@@ -88,12 +126,14 @@ def renew(self:Log,
     elif kind.grad: self.part(old)
     self._hold(n, j)
 
+def _as_made(t, attrs): return t.__dict__.keys() == attrs.keys() and all(v is attrs[k] for k,v in t.__dict__.items())
+
 @patch
 def tidy(self:Log):
     "Attributes that somebody has set on a placeholder are not there at the next step, and weak references have died"
     for i in [i for i,t in enumerate(self.objs) if t.__dict__ or getweakrefcount(t)]:
         (n,j),t = node_of(self.path, i),self.objs[i]
-        if t is n.held[j] and (getweakrefcount(t) or t.__dict__ != n.answer.kinds[j].attrs): self._hold(n, j)
+        if t is n.held[j] and (getweakrefcount(t) or not _as_made(t, n.answer.kinds[j].attrs)): self._hold(n, j)
 
 @patch
 def _hold(self:Log, n, j):
@@ -103,6 +143,21 @@ def _hold(self:Log, n, j):
     if k.attrs: t.__dict__.update(k.attrs)
     n.held[j] = t
     if k.asked is not None: self.asked[id(t)] = k.asked
+
+# %% ../../nbs/api/05la_capture.placeholders.ipynb #52beff40
+@patch
+def give(self:Log,
+    results:dict, # From `Program.run`
+    held:frozenset, # Origins of results that somebody holds
+    same_grads:list, # Pairs: which tensor from outside has a gradient, and the origin of the very tensor that it is
+):
+    "Let the placeholders that somebody holds have their values, and be the gradients that later steps add to"
+    for i,(v,grad) in results.items():
+        if i in held: self.renew(i, v, grad)
+    for j,o in same_grads:
+        if o < 0 or o in held: self.outside[j].grad = self._object(o)
+    self.tidy()
+
 
 # %% ../../nbs/api/05la_capture.placeholders.ipynb #74306d4a
 @patch

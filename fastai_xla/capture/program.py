@@ -38,12 +38,18 @@ def _mixed(path, nums, rng, only=None):
         else: res.append(v + rng.randint(3, 10**6) if type(v) is int else v*(1 + rng.random()*.3) + rng.random()*.1)
     return res
 
+class _NaN(float):
+    "Equal to any other"
+    def __eq__(self, other): return other != other
+    def __ne__(self, other): return other == other
+    __hash__ = float.__hash__
+
 def _compare_by_value(path, nums):
     "From now on, with the values of this step"
     for n in path:
         known = dict(n.bad)
         at = [i for i,k in enumerate(n.template.names, n.template.at[0]) if k in decides or not np.isfinite(nums[i])]
-        n.bad = tuple((i, known.get(i, nums[i])) for i in at)
+        n.bad = tuple((i, known.get(i, _NaN(nums[i]) if nums[i] != nums[i] else nums[i])) for i in at)
     return [o for n in path for o in n.bad]
 
 # %% ../../nbs/api/05n_capture.program.ipynb #b103b4b0
@@ -114,7 +120,8 @@ def _found(self:Program, calls, rng, true, only=None):
         a = self._trace(calls, va, 1001)
         if not _alike(a, true): return None
         found = []
-        self._trace(calls, vb, 2001, lambda b: found.append(self._compile(calls, a, b) if only is None else self._explained(a, b)))
+        def then(b): found.append(self._compile(calls, a, b, true) if only is None else self._explained(a, b, true))
+        self._trace(calls, vb, 2001, then)
     except (RuntimeError, ValueError, TypeError, IndexError) as e:
         if isinstance(e, Refused): raise
         drop_pending()
@@ -125,11 +132,15 @@ def _found(self:Program, calls, rng, true, only=None):
 def _alike(a, b): return a.graph.hash == b.graph.hash and a.graph.sources == b.graph.sources
 
 @patch
-def _explained(self:Program, a, b): return explain(self.path, a, b) if _alike(a, b) else None
+def _explained(self:Program, a, b, true):
+    res = explain(self.path, a, b) if _alike(a, b) else None
+    # other numbers may all give the same, as any but 0 does among bools
+    if res is None or not all(_same(c, true.graph.consts[k]) for k,c in a.graph.consts.items() if k not in res): return None
+    return res
 
 @patch
-def _compile(self:Program, calls, a, b):
-    meanings = self._explained(a, b)
+def _compile(self:Program, calls, a, b, true):
+    meanings = self._explained(a, b, true)
     if meanings is None: return None
     known,graph = known_constants(),b.graph
     for k,c in graph.consts.items():

@@ -77,7 +77,7 @@ class StepTrace:
 def _trace(self:StepTrace, calls, escaped, seed, then):
     path,outside,hosts,nums,taken = calls
     settle_tensors()
-    settle_views(outside)
+    settle_views([*outside, *(t.grad for t in outside if t.is_leaf and t.grad is not None)])
     _as_of_a_run(outside, taken)
     rng,on_host = rng_state(),host_rng()
     set_rng_state(rng)
@@ -168,6 +168,8 @@ class StepLeft:
     def __init__(self, given, replaced, path, env, escaped, root):
         self.updated = [(name, root(t)) for name,t in given.updated()]
         self.grads = [(j, None if t.grad is None else root(t.grad)) for j,t,g,_ in given.leaves if t.grad is not g]
+        held = {id(t): o for o,t in env.items()}
+        self.same_grads = [(j, held[id(t.grad)]) for j,t,g,_ in given.leaves if t.grad is not g and id(t.grad) in held]
         self.replaced = [(d, k, root(t)) for d,k,t,_ in replaced]
         self.flags = [(j, t.requires_grad) for j,t,_,r in given.leaves if t.requires_grad != r]
         changed = {_memory(env[-1-j]): j for (kind,j),_ in self.updated if kind == 'outside'}

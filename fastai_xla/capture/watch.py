@@ -63,7 +63,7 @@ def now(self:Watch) -> tuple: # Objects, to be compared by identity, and values
     vals += [d[k] for d,k in self.values] + [content(d[k]) for d,k in self.host]
     for d in self.children: objs += d.values()
     for d in self.buffers: objs += map(type, d.values())   # a step may replace one; none is another matter
-    objs += [c.forward for c in self.classes]
+    objs += [getattr(c, 'forward', None) for c in self.classes]   # a scripted module's class has none
     vals += [len(d) for d in self.dicts] + [f(d[k]) for d,k,f in self.lists]
     for p in self.params:
         vals += (p.requires_grad, p.grad is None, p.requires_grad or is_cleared(p),
