@@ -31,15 +31,15 @@ def _of_a_number(op):
         return res.reshape(shape) if isinstance(res, torch.Tensor) else tuple(t.reshape(()) for t in res)
     return _kernel
 
-for _n in ('sum.dim_IntList mean.dim prod.dim_int max.dim min.dim any.dim all.dim argmax argmin cumsum logsumexp flip squeeze.dim '
-           'softmax.int log_softmax.int sort sort.stable topk kthvalue gather scatter.src scatter.value scatter_add '
+for _n in ('sum.dim_IntList mean.dim prod.dim_int max.dim min.dim any.dim all.dim any.dims all.dims argmax argmin cumsum logsumexp flip '
+           'squeeze.dim softmax.int log_softmax.int sort sort.stable topk kthvalue gather scatter.src scatter.value scatter_add '
            'cumprod cummax cummin std_mean.correction var_mean.correction count_nonzero count_nonzero.dim_IntList squeeze.dims').split():
     _op,_,_overload = _n.partition('.')
     numbers.kernel(_n, key='AutogradXLA')(_of_a_number(getattr(getattr(torch.ops.aten, _op), _overload or 'default')))
 
 # %% ../../nbs/api/01jb_lowerings.edges.ipynb #b2c1aa31
 def _keep_scatter():
-    _kernels.update({n: torch.library.get_kernel(f'aten::{n}', 'XLA') for n in ('scatter.value', 'scatter.value_reduce')})
+    _kernels.update({n: torch.library.get_kernel(f'aten::{n}', 'XLA') for n in ('scatter.value', 'scatter.value_reduce', 'baddbmm')})
     return True
 
 edges = Lowering('edges', _keep_scatter, '`roll` of nothing ends the process; `>>`, `clamp_min`, `pdist` are wrong, or errors')
@@ -77,6 +77,10 @@ for _n in (f'{how}_pad{d}d' for how in ('reflection', 'replication') for d in (1
 edges.kernel('isneginf', inference=False)(lambda x: x == -math.inf)
 edges.kernel('trace', views=True)(lambda x: x.diagonal().sum())   # of bytes it overflowed
 edges.kernel('_chunk_cat', views=True)(decomposition_table[torch.ops.aten._chunk_cat.default])
+
+@edges.kernel('baddbmm', inference=False)
+def _baddbmm(x, a, b, *, beta=1, alpha=1):
+    return _kernels['baddbmm'].call_boxed(_keys, x if beta else torch.zeros_like(x), a, b, beta=beta, alpha=alpha)
 
 def _of_rank(op): return lambda x, t: as_before(op, *torch.broadcast_tensors(*(o.to(torch.result_type(x, t)) for o in (x, t))))
 for _n in ('clamp_min', 'clamp_max'): edges.kernel(f'{_n}.Tensor', key='AutogradXLA')(_of_rank(getattr(torch.ops.aten, _n).Tensor))
