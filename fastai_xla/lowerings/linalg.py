@@ -70,6 +70,8 @@ def _check_errors(info, api_name, *, is_matrix):
     if api_name not in _silent: torch._linalg_check_errors(info.cpu(), api_name, is_matrix=is_matrix)
 
 # %% ../../nbs/api/01c_lowerings.linalg.ipynb #1c4704cd
+def _inverse_of(a): return _Solve.apply(a, torch.eye(a.shape[-1], dtype=a.dtype, device=a.device).expand_as(a))
+
 class _SlogDet(torch.autograd.Function):
     @staticmethod
     def forward(ctx, a):
@@ -80,8 +82,21 @@ class _SlogDet(torch.autograd.Function):
     @staticmethod
     def backward(ctx, _, g):
         a, = ctx.saved_tensors
-        eye = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device)
-        return g[..., None, None]*_Solve.apply(a, eye.expand_as(a)).mH
+        return g[..., None, None]*_inverse_of(a).mH
+
+class _Det(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, a):
+        sign,logabs,*_ = torch.ops.aten._linalg_slogdet(a)
+        det = sign*logabs.exp()
+        ctx.save_for_backward(a, det)
+        return det
+    @staticmethod
+    def backward(ctx, g):
+        "0 where there is no inverse, as PyTorch's own where elimination meets a 0"
+        a,det = ctx.saved_tensors
+        inv = _inverse_of(a).mH
+        return (g*det)[..., None, None]*torch.where(inv.isfinite(), inv, 0)
 
 # %% ../../nbs/api/01c_lowerings.linalg.ipynb #1c4704cf
 def _on_cpu(op, a): return torch.utils._pytree.tree_map(lambda t: t.to(a.device), op(a.cpu()))   # of complex numbers
@@ -125,10 +140,7 @@ det = Lowering('det', lacks('_linalg_det'), '`det` falls back to the CPU; the gr
 def _slogdet(a): return _on_cpu(torch.linalg.slogdet, a) if a.is_complex() else _SlogDet.apply(a)
 
 @det.kernel('linalg_det', 'det', key='AutogradXLA')
-def _det(a):
-    if a.is_complex(): return _on_cpu(torch.linalg.det, a)
-    sign,logabs = _SlogDet.apply(a)
-    return sign*logabs.exp()
+def _det(a): return _on_cpu(torch.linalg.det, a) if a.is_complex() else _Det.apply(a)
 
 @det.kernel('_linalg_det', views=True)   # where autograd is left out
 def _det_only(a): return _det(a),a.new_empty(0),a.new_empty(0, dtype=torch.int32)
