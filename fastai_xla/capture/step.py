@@ -114,6 +114,8 @@ def _steps(self:Trace, fn, numbers, watch):
                       f"and `after_batch` callbacks run as Python at every batch", holder=self.reads.holder)
     return outs
 
+_own_count = "the step itself changes {!r} in the optimizer's parameter groups, whose numbers are set ahead of steps that are one"
+
 @patch
 def _step(self:Trace, fn, j, numbers):
     if j:
@@ -121,7 +123,12 @@ def _step(self:Trace, fn, j, numbers):
         advance_rng()
         self.seeds.append(rng_state())
         numbers.show_later(j)
-    return fn(j)
+    groups = [numbers.hypers[i] for i in {i for later in numbers.later for i,_ in later}]
+    was = [dict(d) for d in groups]
+    out = fn(j)
+    own = first(k for d,o in zip(groups, was) for k in {*d, *o} if d.get(k) is not o.get(k))
+    if own is not None: raise Refused(_own_count.format(own), again=False)
+    return out
 
 # %% ../../nbs/api/05g_capture.step.ipynb #204a5901
 @patch

@@ -1,0 +1,45 @@
+"Several steps as one, beside code that acts between them or is not seen at first: as fastai on the CPU, and as retraced"
+import warnings
+from test_log import *
+
+def fitted(story, n=2, **to):
+    "What a fit leaves, on the CPU without `to`; the learner, and why steps have been run one by one"
+    for seed in (torch.manual_seed, np.random.seed, random.seed, manual_seed): seed(3)
+    kwargs,see = story()
+    learn = Learner(data(), nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1)), loss_func=F.mse_loss, **kwargs)
+    if to: learn.to_xla(**to)
+    with warnings.catch_warnings(record=True) as told, learn.no_bar(), learn.no_logging():
+        warnings.simplefilter('always')
+        learn.fit(n, 1e-2)
+    left = [float(o) for o in learn.recorder.losses],list(host(learn.model.state_dict()).values()),host(see(learn))
+    return left,learn,[str(w.message) for w in told if 'run one by one' in str(w.message)]
+
+def agrees(story, why, k=3, n=2):
+    "The same losses, weights and what the story sees; one by one for the reason `why`, or as one without"
+    (cpu,*_),(plain,*_),(several,_,told) = fitted(story, n),fitted(story, n, replay=False),fitted(story, n, steps_per_execution=k)
+    for a,b,c in zip(*map(leaves, (cpu, plain, several)), strict=True):
+        torch.testing.assert_close(*map(torch.as_tensor, (c, b)), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(*map(torch.as_tensor, (c, a)), rtol=1e-3, atol=1e-4, check_dtype=False)
+    assert len(told) == bool(why) and (why or '') in ''.join(told), told
+
+# --- optimizers
+
+class Counts(torch.optim.Optimizer):
+    "The number of the step in the group, as timm's Adan has it"
+    def __init__(self, ps, lr=1e-2): super().__init__(ps, dict(lr=lr, k=0))
+    @torch.no_grad()
+    def step(self, closure=None):
+        for g in self.param_groups:
+            g['k'] += 1
+            for p in g['params']: p.add_(p.grad, alpha=-g['lr']*min(1, g['k']/10))
+class Decays(torch.optim.SGD):
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step()
+        for g in self.param_groups: g['weight_decay'] = g['weight_decay']*1.2 + 1e-3
+
+def with_opt(opt, k): return lambda: (dict(opt_func=partial(OptimWrapper, opt=opt)), lambda l: [g[k] for g in l.opt.opt.param_groups])
+
+@pytest.mark.parametrize('opt,k,why', [(Counts, 'k', "changes 'k'"), (Decays, 'weight_decay', "changes 'weight_decay'"),
+                                       (torch.optim.SGD, 'lr', None)])
+def test_an_optimizer_that_changes_numbers_of_its_groups(opt, k, why): agrees(with_opt(opt, k), why)
