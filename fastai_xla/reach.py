@@ -8,7 +8,7 @@ Docs: https://fastai-xla.github.io/fastai_xla/api/reach.html.md"""
 __all__ = ['reaches_items', 'may_change_step', 'may_draw']
 
 # %% ../nbs/api/06aac_reach.ipynb #3eea34d2
-import dis
+import dis, sys
 from collections import deque
 from functools import cache, partial
 from itertools import chain
@@ -158,6 +158,30 @@ def _names_of_step(learn, cb):
     names = {n for o in os for f,cls in _own_code(o) for n in names_in(f, cls)}
     return names | {k for o in os if not isinstance(o, (Learner, Callback)) for k in getattr(o, '__dict__', {}) if not k.startswith('_')}
 
+def _is_users(cls):
+    file = getattr(sys.modules.get(cls.__module__), '__file__', None) or ''
+    return not is_library(cls.__module__) and 'site-packages' not in file
+
+def _methods(o, names):
+    "Functions of the user's that `o` has under one of `names`, in its class or by itself"
+    own = getattr(o, '__dict__', {})
+    fs = [f for n in names if isinstance(f := own.get(n, getattr(type(o), n, None)), _functions)]
+    return [(f, type(o)) for f in fs if _is_own(getattr(f, 'func', f))]
+
+def _after_batch(cb):
+    "What `after_batch` runs, also as methods of objects that the callback holds or names: functions, each with the names in it; those objects"
+    own = [v for k,v in vars(cb).items() if k != 'learn']
+    todo = [(cb.after_batch, type(cb)), *((v, object) for v in own if isinstance(v, _functions))]
+    found,seen = [],set()
+    while todo:
+        seen.update(todo)
+        found += [o for f,cls in todo for o in functions_in(f, cls)]
+        held = own + [o for _,named in found for os in named.values() for o in os]
+        names = {'__call__', *(n for _,named in found for n in named)}
+        todo = [m for o,_ in _walk(held) if _is_users(type(o)) for m in _methods(o, names)]
+        todo = [m for m in dict.fromkeys(todo) if m not in seen]
+    return found,held
+
 def may_change_step(
     learn:Learner, # Learner on an XLA device
     cb, # One of its callbacks
@@ -165,10 +189,8 @@ def may_change_step(
 ) -> bool: # Only of a user's callback
     "May `after_batch` look at the model or its optimizer, or change what a step depends on?"
     if not is_user_callback(cb) or not hasattr(cb, 'after_batch'): return False
-    fs = [(cb.after_batch, type(cb)), *((v, object) for v in vars(cb).values() if isinstance(v, _functions))]
-    found = [o for f,cls in fs for o in functions_in(f, cls)]
+    found,held = _after_batch(cb)
     if not all(map(_of_step.isdisjoint, (named for _,named in found))): return True
-    held = [v for k,v in vars(cb).items() if k != 'learn'] + [o for _,named in found for os in named.values() for o in os]
     loss = learn.loss_func
     those = {id(o) for o in (*hypers, learn.model, *learn.model.modules(), loss, getattr(loss, 'func', loss))}
     if any(_holds(v, those) for v in held): return True

@@ -43,3 +43,46 @@ def with_opt(opt, k): return lambda: (dict(opt_func=partial(OptimWrapper, opt=op
 @pytest.mark.parametrize('opt,k,why', [(Counts, 'k', "changes 'k'"), (Decays, 'weight_decay', "changes 'weight_decay'"),
                                        (torch.optim.SGD, 'lr', None)])
 def test_an_optimizer_that_changes_numbers_of_its_groups(opt, k, why): agrees(with_opt(opt, k), why)
+
+# --- objects that a callback holds or names
+
+class SetsLR:
+    n = 0
+    def step(self, learn):
+        self.n += 1
+        learn.opt.set_hyper('lr', .02/(1 + self.n))
+class Shrinks:
+    "Holds the learner"
+    def __init__(self, learn): self.l = learn
+    def step(self, learn):
+        with torch.no_grad():
+            for p in self.l.model.parameters(): p.mul_(.97)
+class Passes:
+    "Hands it on, when it is called"
+    def __init__(self): self.others = [SetsLR()]
+    def __call__(self, learn): self.others[0].step(learn)
+class Notes:
+    def __init__(self): self.losses = []
+    def step(self, learn): self.losses.append(learn.loss.detach())
+named = SetsLR()
+
+class Holder(Callback):
+    def __init__(self, make): self.make = make
+    def before_fit(self): self.s = self.make(self.learn)
+    def after_batch(self):
+        if self.training: self.s.step(self.learn)
+class Calls(Holder):
+    def after_batch(self):
+        if self.training: self.s(self.learn)
+class Names(Callback):
+    def before_fit(self): named.n = 0
+    def after_batch(self):
+        if self.training: named.step(self.learn)
+
+@pytest.mark.parametrize('make', [partial(Holder, lambda l: SetsLR()), partial(Holder, Shrinks), partial(Calls, lambda l: Passes()), Names],
+                         ids=['argument', 'attribute', 'two', 'global'])
+def test_an_object_of_a_callback_changes_the_step(make):
+    agrees(lambda: (dict(cbs=make()), lambda l: l.opt.hypers[0]['lr']), 'may look at the model or its optimizer')
+
+def test_an_object_of_a_callback_that_changes_nothing_of_it():
+    agrees(lambda: (dict(cbs=Holder(lambda l: Notes())), lambda l: l.holder.s.losses), None)
