@@ -238,11 +238,6 @@ def _before_each(self:Replay, i, raws):
     return held
 
 # %% ../nbs/api/06c_loop.ipynb #a5941d58
-_seeding = set('set_seed manual_seed set_rng_state seed random_seed seed_everything'.split())
-def _seeds(cb):
-    "Does `after_batch` of a user's callback name what seeds random numbers?"
-    return is_user_callback(cb) and hasattr(cb, 'after_batch') and not _seeding.isdisjoint(names_in(cb.after_batch, type(cb)))
-
 @patch
 def _singly(self:Replay) -> str:
     "Why steps cannot be recorded as one; empty if they may be"
@@ -250,9 +245,9 @@ def _singly(self:Replay) -> str:
     other = in_place(self.learn, '_do_one_batch')
     if other: return f"{other} runs in the place of fastai's; without `steps_per_execution` it is replayed"
     if not step.folds(): return f"{names_of(step.acting('looks at the batch', _looks))} looks at each batch before its step"
-    cbs = step.acting('changes the step', lambda cb: may_change_step(self.learn, cb, hypers_of(step.optimizers())))
-    if cbs: return f"{names_of(cbs)} may look at the model or its optimizer after each of them, or change what the next one depends on"
-    if cbs := step.acting('seeds', _seeds): return f"{names_of(cbs)} may seed random numbers after each of them"
+    for what,does in between_steps.items():
+        cbs = step.acting(what, lambda cb: does(self.learn, cb, hypers_of(step.optimizers())))
+        if cbs: return f"{names_of(cbs)} may {what}"
     return "the step changes an object that a callback, the loss or a layer keeps" if step.held_helpers() else ''
 
 @patch

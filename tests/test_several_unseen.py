@@ -86,3 +86,56 @@ def test_an_object_of_a_callback_changes_the_step(make):
 
 def test_an_object_of_a_callback_that_changes_nothing_of_it():
     agrees(lambda: (dict(cbs=Holder(lambda l: Notes())), lambda l: l.holder.s.losses), None)
+
+# --- `after_batch` that ends what is to come, looks at metrics, or predicts
+
+class Stops(Callback):
+    "Early, by its own rule"
+    def __init__(self, exc=CancelFitException, at=4): self.exc,self.at = exc,at
+    def after_batch(self):
+        if self.training and self.iter == self.at: raise self.exc
+class StopsByLoss(Callback):
+    def after_batch(self):
+        if self.training and self.loss.item() < 4.: self.stop()
+    def stop(self): raise CancelFitException
+class Patience:
+    def see(self, n):
+        if n == 4: raise CancelEpochException()
+class StopsByObject(Callback):
+    order = 60   # the recorder has heard of the batch
+    def before_fit(self): self.p = Patience()
+    def after_batch(self):
+        if self.training: self.p.see(self.iter)
+class OwnTerminate(TerminateOnNaNCallback):
+    def after_batch(self):
+        if self.iter == 3 and self.training: raise CancelTrainException()
+
+ends = dict(fit=Stops, train=partial(Stops, CancelTrainException), epoch=partial(Stops, CancelEpochException()), loss=StopsByLoss,
+            object=StopsByObject, short=partial(ShortEpochCallback, .5, short_valid=False), subclass=OwnTerminate)
+
+@pytest.mark.parametrize('name', ends)
+def test_after_batch_ends_what_is_to_come(name):
+    def steps(l): return [l.opt.state[p]['step'] for p in l.model.parameters()]
+    agrees(lambda: (dict(cbs=ends[name]()), steps), 'may end the batch, the epoch or the fit', k=4)
+
+def test_an_lr_find_goes_on_with_several_steps_as_one():
+    learn = fitted(lambda: (dict(cbs=TerminateOnNaNCallback()), noop), n=1, steps_per_execution=4)[1]
+    with warnings.catch_warnings(), learn.no_bar(), learn.no_logging():
+        warnings.filterwarnings('error', message='.*run one by one')
+        learn.lr_find(num_it=20, show_plot=False)
+
+class Smooth(Callback):
+    order = 60
+    def before_fit(self): self.seen = []
+    def after_batch(self):
+        if self.training: self.seen.append([float(self.recorder.smooth_loss.value), float(self.recorder.losses[-1])])
+class Average(Smooth):
+    def after_batch(self):
+        if not self.training: self.seen.append(float(self.recorder.loss.value))
+class Validates(Smooth):
+    def after_batch(self):
+        if self.training and self.iter == 4: self.seen.append([float(o) for o in self.learn.validate()])
+
+@pytest.mark.parametrize('cb', [Smooth, Average, Validates])
+def test_after_batch_looks_at_metrics(cb):
+    agrees(lambda: (dict(cbs=cb()), lambda l: first(l.cbs, risinstance(Smooth)).seen), "may look at the recorder's metrics", k=2)
