@@ -169,7 +169,7 @@ def _methods(o, names):
     return [(f, type(o)) for f in fs if _is_own(getattr(f, 'func', f))]
 
 def _after_batch(cb):
-    "What `after_batch` runs, also as methods of objects that the callback holds or names: functions, each with the names in it; those objects"
+    "What `after_batch` runs, also as methods of objects that the callback holds or names: functions, each with its names; the objects"
     own = [v for k,v in vars(cb).items() if k != 'learn']
     todo = [(cb.after_batch, type(cb)), *((v, object) for v in own if isinstance(v, _functions))]
     found,seen = [],set()

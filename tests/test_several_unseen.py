@@ -6,7 +6,8 @@ def fitted(story, n=2, **to):
     "What a fit leaves, on the CPU without `to`; the learner, and why steps have been run one by one"
     for seed in (torch.manual_seed, np.random.seed, random.seed, manual_seed): seed(3)
     kwargs,see = story()
-    learn = Learner(data(), nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1)), loss_func=F.mse_loss, **kwargs)
+    model = kwargs.pop('model', None) or nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+    learn = Learner(data(), model, loss_func=F.mse_loss, **kwargs)
     if to: learn.to_xla(**to)
     with warnings.catch_warnings(record=True) as told, learn.no_bar(), learn.no_logging():
         warnings.simplefilter('always')
@@ -139,3 +140,33 @@ class Validates(Smooth):
 @pytest.mark.parametrize('cb', [Smooth, Average, Validates])
 def test_after_batch_looks_at_metrics(cb):
     agrees(lambda: (dict(cbs=cb()), lambda l: first(l.cbs, risinstance(Smooth)).seen), "may look at the recorder's metrics", k=2)
+
+# --- tensors that a step moves from one place to another
+
+class Shifts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.m = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+        for n in ('p1', 'p2', 'p3'): self.register_buffer(n, torch.zeros(16, 1))
+    def forward(self, x):
+        o = self.m(x) + .1*self.p1 - .05*self.p3
+        p = self.p1
+        self.p1,self.p2,self.p3 = o.detach(),p,self.p2
+        return o
+class Swaps(Shifts):
+    def forward(self, x):
+        self.p1,self.p2 = self.p2 + .1,self.p1
+        return self.m(x)*(1 + self.p1)
+class Keeps(Shifts):
+    "In a tuple"
+    h = None
+    def forward(self, x):
+        if self.h is None: self.h = torch.zeros_like(x[:,:1]),torch.zeros_like(x[:,:1])
+        o = self.m(x) + .1*self.h[0] - .05*self.h[1]
+        self.h = o.detach(),self.h[0]
+        return o
+
+@pytest.mark.parametrize('k', [1, 3])   # of ten batches one is left over
+@pytest.mark.parametrize('model', [Shifts, Swaps, Keeps])
+def test_a_step_moves_tensors_from_place_to_place(model, k):
+    agrees(lambda: (dict(model=model()), lambda l: l.model.h if model is Keeps else []), None, k=k, n=3)

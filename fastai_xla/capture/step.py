@@ -208,6 +208,13 @@ def _holds(o):
     return any(pending([t for t in found if isinstance(t, torch.Tensor) and is_xla(t)]))
 
 @patch
+def _moved(self:Trace):
+    "Id of a tensor that the step takes out of a place -> its places. Elsewhere it puts a copy: the next step moves another tensor"
+    gone = {(id(d), k) for d,k,_ in self.left.replaced}
+    places = [(t, {(id(r[1]), *r[2:]) for r in rs}) for t,rs in zip(self.memory.tensors, self.memory.readers)]
+    return {id(t): at for t,at in places if not isinstance(t, nn.Parameter) and any(p[:2] in gone for p in at)}
+
+@patch
 def _collect(self:Trace, outs):
     "The roots of the graph, each once, and which of them goes where"
     left,roots,at,own = self.left,[],{},set(map(id, self.memory.tensors))
@@ -218,11 +225,12 @@ def _collect(self:Trace, outs):
         if not isinstance(t, torch.Tensor) or not is_xla(t) or id(t) in own: return ('same', t)
         if pending([t])[0]: return ('root', root(t), _kind(t))
         return ('input', self.given.index(b), _kind(t)) if (b := buffers([t])[0]) in self.given else ('same', t)
-    def tree(o):
+    def tree(o, *at):
         leaves,spec = flatten(o)
-        return [leaf(t) for t in leaves],spec
+        return [leaf(t.clone() if (*at, i) not in moved.get(id(t), ((*at, i),)) else t) for i,t in enumerate(leaves)],spec
+    moved = self._moved()
     left.updated = [(i, root(self.memory.tensors[i])) for i in left.updated]
-    left.replaced = [(d, k, *tree(v)) for d,k,v in left.replaced]
+    left.replaced = [(d, k, *tree(v, id(d), k)) for d,k,v in left.replaced]
     left.grads = [(p, None if g is None else root(g)) for p,g in left.grads]
     odd = first(o for o in flatten(outs)[0] if not isinstance(o, torch.Tensor) and _holds(o))
     if odd is not None: raise Refused(_in_object.format(type(odd).__name__))
