@@ -8,7 +8,7 @@ Docs: https://fastai-xla.github.io/fastai_xla/api/capture.known.html.md"""
 __all__ = ['is_library_name', 'is_known', 'is_torch_patched', 'KnownModule', 'KnownModules']
 
 # %% ../../nbs/api/05j_capture.known.ipynb #4c943341
-import weakref
+import functools, weakref
 from collections.abc import Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -161,11 +161,19 @@ def _keeps(v):
     if isinstance(v, (nn.Module, FunctionType, BuiltinFunctionType, MethodType, type, partial)): return False
     return hasattr(v, '__dict__') if not isinstance(v, (list, tuple, dict, L)) else holds_tensors(list(v) if isinstance(v, L) else v)
 
+@functools.cache
+def _all_known(cls):
+    "Are all methods of a module's class, and the functions that they name, a library's? A user may have patched a private one"
+    held = [v for c in cls.__mro__ if c not in (nn.Module, object) for v in vars(c).values()]
+    fs = [getattr(v, '__func__', getattr(v, 'fget', v)) for v in held]
+    named = [f.__globals__.get(n) for f in fs if isinstance(f, FunctionType) for n in f.__code__.co_names]
+    return all(is_known(f) for f in fs if callable(f)) and all(is_known(f) for f in named if isinstance(f, FunctionType))
+
 def _is_whole(m):
     "May the module be one call?"
     for o in m.modules():
         if isinstance(o, torch.jit.ScriptModule) or hasattr(o, 'step_key'): return False
-        if not is_known(type(o)) or not is_known(type(o).forward): return False
+        if not is_known(type(o)) or not _all_known(type(o)): return False
         if any(o.__dict__[n] for n in _hooks): return False
         # it may not be read at all, and as an input of the call its graph would be used
         if not all(b is None or b.is_leaf for b in o._buffers.values()): return False
@@ -182,6 +190,7 @@ class KnownModules:
 
     def look_again(self):
         "Before a fit: which modules still are one call? What is one stays the same call"
+        _all_known.cache_clear()
         self.found = {m: k for m,k in self.found.items() if k is not None and _is_whole(m)}
 
     def __call__(self,
