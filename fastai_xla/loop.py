@@ -78,16 +78,18 @@ def all_batches(self:Learner):
 def _all_batches(self):
     if _replay(self) is None or not feedable(self.dl) or not _own(self): return self._under_all_batches()
     r,self.n_iter,i = _replay(self),len(self.dl),0
-    r.looping = True
+    r.looping,methods,log = True,None,None
     r.passes += self.xla_opt.fitting   # a prediction is not audited each time
-    other = _replaced(self)
-    log = None if other else r.log_of()
-    one = partial(_by, other) if other else _one_batch
     try:
         for raws in in_groups(feed(self.dl, r.n_steps), r.n_steps):
+            if (now := r.methods(methods)) != methods:   # of the first batch, or a callback has put others in their place
+                methods,other = now,_replaced(self)
+                log = None if other else log or r.log_of()
             if log: self._logged_batches(log, i, raws)
             elif other or len(raws) == 1 or len(raws) < r.n_steps or _unfolded(self) or not r.several(i, raws):
-                for j,b in enumerate(raws): one(self, i+j, b)
+                for j,b in enumerate(raws):
+                    other = _replaced(self) if j else other
+                    (partial(_by, other) if other else _one_batch)(self, i+j, b)
             i += len(raws)
     finally: r.looping = r.step.batch.quiet = False
 

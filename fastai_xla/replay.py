@@ -59,6 +59,13 @@ def begin(self:Replay) -> Batch: # A new one
     b.quiet = self.looping and not self.step.acting('may change anything', _may_change)
     return b
 
+@patch
+def methods(self:Replay,
+    was:tuple|None=None, # Those of the batch before
+) -> tuple:
+    "Those of the learner; the same where nobody's code has run since"
+    return was if was and not self.step.acting('may change anything', _may_change) else methods_now(self.learn)
+
 def names_of(
     cbs, # Callbacks
 ) -> str:
@@ -107,7 +114,8 @@ def do_batch(self:Replay) -> bool: # Has the step been done?
         settle_tensors()
         fit.beside[self._before_step()] += 1
     for m in step.parts.mets: _zeros(m, learn.xla_opt.device)
-    rec = next((r for r in recs if r.ready(same)), None)
+    methods = None if same else methods_now(learn)
+    rec = next((r for r in recs if (same or r.beside.methods == methods) and r.ready(same)), None)
     try: rec = self._proved(rec, recs, inputs)
     except (Exception, KeyboardInterrupt) as e:
         self._refuse(e)

@@ -51,3 +51,52 @@ def test_it_is_patched_between_two_fits(monkeypatch):
         test_close(res[2][0], got[0], eps=eps)
         assert res[2][1] == got[1]
         for a,b in zip(res[2][2], got[2]): test_close(a, b, eps=eps*20)
+
+# --- methods that a callback replaces within an epoch, in learners that are recorded and in those that are logged
+
+def same(story):
+    "Losses and weights of a replayed fit as those of a retraced one and of fastai on the CPU; the learner"
+    (cpu,_),(plain,_),(got,learn) = (run(story, replay, xla, n=2) for replay,xla in ((None, False), (False, True), ('auto', True)))
+    for want,eps in ((plain, 1e-6), (cpu, 2e-4)):
+        test_close(got['losses'], want['losses'], eps=eps)
+        for k,v in want['sd'].items(): test_close(got['sd'][k], v, eps=eps*10)
+    return learn
+
+def halved(learn): learn.loss_grad.mul(.5).backward()
+
+class Slow(Learner):
+    def _step(self):
+        for p in self.model.parameters(): p.grad.mul_(.1)
+        super()._step()
+
+def no_training(learn): learn.one_batch = lambda i, b: None if learn.training else Learner.one_batch(learn, i, b)
+
+def not_stepped(learn):
+    was = learn.opt.step
+    learn.opt.step = lambda: was() if learn.train_iter % 2 else None
+
+def fewer(learn): learn.opt.param_lists[0] = learn.opt.param_lists[0][:-1]
+
+def hook(learn):
+    def less(opt, args, kwargs):
+        for g in opt.param_groups:
+            for p in g['params']: p.grad.mul_(-.5)
+    learn.opt.opt.register_step_pre_hook(less)
+
+sgd = partial(OptimWrapper, opt=torch.optim.SGD, momentum=.9)
+
+@pytest.mark.parametrize('user', [False, True])
+@pytest.mark.parametrize('change,opt', [
+    (no_training, Adam),
+    (lambda l: setattr(l, '_step', lambda: None), Adam),
+    (lambda l: setattr(l, '_backward', partial(halved, l)), Adam),
+    (lambda l: setattr(l, '__class__', Slow), Adam),
+    (not_stepped, Adam), (lambda l: setattr(l.opt, 'zero_grad', noop), Adam), (fewer, Adam), (hook, sgd)])
+def test_a_method_is_replaced_within_an_epoch(change, opt, user):
+    "From the next batch on the step is another, until it is as it was"
+    def after_batch(cb):
+        if cb.training and cb.train_iter == 5: change(cb.learn)
+        if cb.training and cb.train_iter == 17:
+            for o,k in ((cb.learn, 'one_batch'), (cb.learn, '_step'), (cb.learn.opt, 'zero_grad')): vars(o).pop(k, None)
+    cbs = [type('Change', (Callback,), dict(after_batch=after_batch)), *[Tick]*user]
+    same(lambda: dict(cbs=lambda: [cb() for cb in cbs], opt_func=opt))
