@@ -100,3 +100,27 @@ def test_a_method_is_replaced_within_an_epoch(change, opt, user):
             for o,k in ((cb.learn, 'one_batch'), (cb.learn, '_step'), (cb.learn.opt, 'zero_grad')): vars(o).pop(k, None)
     cbs = [type('Change', (Callback,), dict(after_batch=after_batch)), *[Tick]*user]
     same(lambda: dict(cbs=lambda: [cb() for cb in cbs], opt_func=opt))
+
+# --- buffers and classes of modules
+
+def tanh(): return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 1))
+
+@pytest.mark.parametrize('user', [False, True])
+@pytest.mark.parametrize('to_buffer', [False, True])
+def test_a_buffer_on_the_cpu_is_registered_within_an_epoch(to_buffer, user):
+    "Or put in the place of one on the device"
+    def model():
+        m = tanh()
+        if to_buffer: m.register_buffer('q', torch.ones(1))
+        return m
+    def after_batch(cb):
+        if cb.training and cb.train_iter == 5: cb.model.register_buffer('q', torch.full((1,), 3.))
+    cbs = [type('Register', (Callback,), dict(after_batch=after_batch)), *[Tick]*user]
+    learn = same(lambda: dict(model=model, cbs=lambda: [cb() for cb in cbs]))
+    assert learn.model.q.item() == 3
+
+def test_a_module_changes_a_buffer_on_the_cpu_in_place():
+    def after_batch(cb):
+        if cb.training and cb.train_iter == 5: cb.model[1].num_batches_tracked = torch.tensor(5)
+    def model(): return nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Linear(16, 1))
+    same(lambda: dict(model=model, cbs=lambda: [type('Put', (Callback,), dict(after_batch=after_batch))(), Tick()]))

@@ -96,6 +96,11 @@ def run_known(
     return r
 
 # %% ../../nbs/api/05kb_capture.again.ipynb #2020639f
+def _slots(t, kind):
+    "Of the tensors in a template that are of such a kind"
+    if type(t) is Slot: return [t.i] if t.kind == kind else []
+    return [i for o in (t.values() if isinstance(t, dict) else t) for i in _slots(o, kind)] if isinstance(t, (list, tuple, dict)) else []
+
 def run_node(
     n:Node, # Call
     env:dict, # Origin -> tensor; results are added
@@ -111,7 +116,8 @@ def run_node(
     with in_context(n.key[1]):
         if isinstance(n.f, KnownModule):
             own = n.key[0][len(n.key[0])-len(n.f.places):]
-            tensors = [o if o is None else env[o[0]] for o in own]
+            host = iter(hosts[n.template.at[1]+len(_slots(n.template.args, 'h')):])   # buffers on the CPU come after the arguments
+            tensors = [o if o is None else env[o[0]] if type(o[0]) is int else next(host) for o in own]
             with n.f.as_was(n.key[2], tensors): r = run()
         else: r = run_known(taken, places, run) if taken else run()
     for l,o in zip(pytree.tree_leaves(r), n.answer.olds):
@@ -121,11 +127,6 @@ def run_node(
     return r
 
 # %% ../../nbs/api/05kb_capture.again.ipynb #2020639b
-def _origins(t):
-    "Of the tensors in a template"
-    if type(t) is Slot: return [t.i] if t.kind == 't' else []
-    return [i for o in (t.values() if isinstance(t, dict) else t) for i in _origins(o)] if isinstance(t, (list, tuple, dict)) else []
-
 def ties(
     path:list, # Nodes
     env:dict, # Origin -> tensor, for all tensors of the step
@@ -133,7 +134,7 @@ def ties(
 ) -> dict: # Origin of such a result -> origin of what it is a view of, and the calls between the two
     "Which results share memory with a tensor from outside, or with another that is wanted?"
     memory,made = {o: memory_of(t) for o,t in env.items()},{o: n for n in path for o in n.answer.new}
-    def given(o): return _origins(made[o].template.args)
+    def given(o): return _slots(made[o].template.args, 't')
     def views(o):
         calls = []
         while o in made and (i := first(i for i in given(o) if i != o and memory[i] == memory[o])) is not None:

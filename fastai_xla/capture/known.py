@@ -210,8 +210,8 @@ class KnownModules:
 
 # %% ../../nbs/api/05j_capture.known.ipynb #df8f5b7a
 def _held(o):
-    own = _own(o)
-    return [k for k,_ in own],[v if isinstance(v, (int, float)) else id(v) for _,v in own]
+    own,host = _own(o),[b._version for b in o._buffers.values() if b is not None and not b.is_xla]   # nobody sees a change in place there
+    return [k for k,_ in own],[v if isinstance(v, (int, float)) else id(v) for _,v in own],host
 
 @patch
 def run(self:KnownModules,
