@@ -124,3 +124,10 @@ def test_a_module_changes_a_buffer_on_the_cpu_in_place():
         if cb.training and cb.train_iter == 5: cb.model[1].num_batches_tracked = torch.tensor(5)
     def model(): return nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Linear(16, 1))
     same(lambda: dict(model=model, cbs=lambda: [type('Put', (Callback,), dict(after_batch=after_batch))(), Tick()]))
+
+@pytest.mark.parametrize('user', [False, True])
+def test_a_module_gets_another_class_within_an_epoch(user):
+    def after_batch(cb):
+        if cb.training and cb.train_iter in (7, 15): cb.model[1].__class__ = {7: nn.Sigmoid, 15: nn.Tanh}[cb.train_iter]
+    cbs = [type('Class', (Callback,), dict(after_batch=after_batch)), *[Tick]*user]
+    same(lambda: dict(model=tanh, cbs=lambda: [cb() for cb in cbs]))

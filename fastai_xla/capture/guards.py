@@ -43,9 +43,9 @@ class Guards:
         self.users = bool(trace.reads.codes)   # do functions of the user's run in the step?
         self.reads.find_variables()
         self.watches = []   # pairs of a `Watch` and what it has found
+        self.classes = [],[]   # modules that somebody else watches, and their classes
         memory,states = trace.memory,{k: trace.graph.ts[k] for k,(kind,_) in enumerate(trace.graph.sources) if kind == 'state'}
-        self.shapes = {k: (t.dtype, t.shape, True) for k,t in states.items()}
-        self.layouts = {k: layout(t) or _whole for k,t in states.items()}
+        self.states = {k: ((t.dtype, t.shape, True), layout(t) or _whole) for k,t in states.items()}
         self.of_modules = memory.of_modules
         self.host = [(d, k, content(t)) for d,was in memory.held if id(d) in self.of_modules
                      for k,t in was.items() if isinstance(t, torch.Tensor) and not is_xla(t)]   # buffers that are on the CPU
@@ -58,8 +58,8 @@ class Guards:
     ):
         "Where the state is found"
         item_of = {(id(d), k) for d,k,*_ in replaced}
-        self.attrs = [(r, self.shapes[k]) for k,r in states if not (r[0] is item and id(r[1]) in self.of_modules)]
-        self.laid = [(r, self.layouts[k]) for k,r in states] if mesh() else []   # a program for other layouts would give other numbers
+        self.attrs = [(r, self.states[k][0]) for k,r in states if not (r[0] is item and id(r[1]) in self.of_modules)]
+        self.laid = [(r, self.states[k][1]) for k,r in states] if mesh() else []   # a program for other layouts would give other numbers
         # the step itself may leave another shape or dtype there
         self.own = [(r, shape) for r,shape in self.attrs if len(r) > 2 and (id(r[1]), r[2]) in item_of]
 
@@ -69,6 +69,7 @@ def watch(self:Guards,
     watched, # Modules whose settings somebody else looks at
 ):
     "Watch the others that the step calls"
+    self.classes = watched,[*map(type, watched)]
     ids = set(map(id, watched))
     ms = [m for m in self.reads.modules if id(m) not in ids]
     parts = {id(c) for m in ms for c in m.modules() if c is not m}
@@ -93,6 +94,7 @@ def hold(self:Guards,
     "Is all of it as it was?"
     if not untouched:
         self.moved = self.reads.moved() or self._set()
+        if [*map(type, self.classes[0])] != self.classes[1]: return False   # as `relu.__class__ = nn.GELU`
         if any(_layout(r) != was for r,was in self.laid): return False
         if any(not isinstance(d.get(k), torch.Tensor) or content(d[k]) != was for d,k,was in self.host): return False
     # an attribute of a tensor of fastai's costs a call of Python otherwise

@@ -108,8 +108,9 @@ class KnownModule:
         return [d[k] for d,k in self.places]
 
     def shape_now(self) -> list:
-        "Which attributes, modules, hooks and methods there are"
-        return [*map(len, self.sizes), *(id(d[k]) for d,k in self.others), *(id(c.forward) for c in self.classes)]
+        "Which attributes, modules, hooks, classes and methods there are"
+        ids = [id(d[k]) for d,k in self.others]
+        return [*map(len, self.sizes), *ids, *map(type, self.ms), *(id(c.forward) for c in self.classes)]
 
     def guard(self) -> list:
         "Values of the plain attributes"
