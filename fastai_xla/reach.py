@@ -158,6 +158,7 @@ def _names_of_step(learn, cb):
     names = {n for o in os for f,cls in _own_code(o) for n in names_in(f, cls)}
     return names | {k for o in os if not isinstance(o, (Learner, Callback)) for k in getattr(o, '__dict__', {}) if not k.startswith('_')}
 
+# %% ../nbs/api/06aac_reach.ipynb #89a11851
 def _is_users(cls):
     file = getattr(sys.modules.get(cls.__module__), '__file__', None) or ''
     return not is_library(cls.__module__) and 'site-packages' not in file
@@ -182,6 +183,7 @@ def _after_batch(cb):
         todo = [m for m in dict.fromkeys(todo) if m not in seen]
     return found,held
 
+# %% ../nbs/api/06aac_reach.ipynb #89a11852
 def may_change_step(
     learn:Learner, # Learner on an XLA device
     cb, # One of its callbacks
@@ -197,6 +199,7 @@ def may_change_step(
     changed = set().union(*(_changed_by(g.__code__) for g,_ in found if _is_own(g))) - _in_place - _harmless
     return bool(changed) and not changed.isdisjoint(_names_of_step(learn, cb))
 
+# %% ../nbs/api/06aac_reach.ipynb #89a11853
 _seeding = set('set_seed manual_seed set_rng_state seed random_seed seed_everything'.split())
 
 def _names_after(cb):

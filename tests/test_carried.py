@@ -86,7 +86,8 @@ def test_a_number_among_bools(name):
             return self.body(x.masked_fill(m, 0.))
     check(Seeing, model=Masked, replayed=name in ('zero', 'false'))
 
-fills = dict(full=lambda x, v: torch.full((len(x),), v, dtype=torch.long, device=x.device), new=lambda x, v: x.long()[:,0].new_full((len(x),), v),
+fills = dict(full=lambda x, v: torch.full((len(x),), v, dtype=torch.long, device=x.device),
+             new=lambda x, v: x.long()[:,0].new_full((len(x),), v),
              fill=lambda x, v: torch.zeros(len(x), dtype=torch.long, device=x.device).fill_(v))
 
 @pytest.mark.parametrize('name', fills)

@@ -129,6 +129,7 @@ def _new_leaf(self:Arguments, a):
     self.hosts.append(a.detach().clone())   # as it is now
     return ('on the host', type(a), a.shape, a.dtype)
 
+# %% ../../nbs/api/05ka_capture.arguments.ipynb #e9778fcf
 get_grad = T.grad.__get__
 
 def kept_grad(p, g):

@@ -45,6 +45,7 @@ cutting = {T.detach, torch.detach, T.data.__get__}   # the graph of what they ar
 cutting |= {getattr(torch, f'{n}_like') for n in 'zeros ones empty full rand randn'.split()}   # which look at the shape alone
 cutting |= {getattr(T, f'new_{n}') for n in 'zeros ones empty full'.split()}
 
+# %% ../../nbs/api/05k_capture.calls.ipynb #8bb723b4
 _ops = 'add sub mul div true_divide'.split()
 arithmetic_of_ints = {*_ops, *(f'{n}_' for n in _ops), 'fill_', '__setitem__',
                       *(f'__{i}{n}__' for n in 'add sub mul truediv'.split() for i in ('', 'r', 'i'))}

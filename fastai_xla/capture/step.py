@@ -207,6 +207,7 @@ def _holds(o):
     found = [t for r in gc.get_referents(o) if not isinstance(r, type) for t in (r, *gc.get_referents(r))]
     return any(pending([t for t in found if isinstance(t, torch.Tensor) and is_xla(t)]))
 
+# %% ../../nbs/api/05g_capture.step.ipynb #cda66abb
 @patch
 def _moved(self:Trace):
     "Id of a tensor that the step takes out of a place -> its places. Elsewhere it puts a copy: the next step moves another tensor"
