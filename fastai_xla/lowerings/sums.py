@@ -30,8 +30,8 @@ def _is_float(a): return isinstance(a, torch.Tensor) and a.is_floating_point()
 def _in_float32(name):
     def _kernel(x, *args, **kwargs):
         own = _kernels[name].call_boxed
-        if dtype := kwargs.get('dtype'): x,kwargs = x.to(dtype),{}   # of integers a mean was an error
-        if x.dtype not in _half: return own(_keys, x, *args, **kwargs)
+        if (dtype := kwargs.get('dtype')) and not x.is_floating_point(): x = x.to(dtype)   # of integers a mean was an error
+        if x.dtype not in _half or dtype: return own(_keys, x, *args, **kwargs)
         if any(_is_float(a) and a.dtype != x.dtype for a in args): return own(_keys, x, *args, **kwargs)   # has another type
         res = own(_keys, x.float(), *(a.float() if _is_float(a) else a for a in args), **kwargs)
         return res.to(x.dtype) if isinstance(res, torch.Tensor) else (res[0].to(x.dtype), *res[1:])
@@ -41,8 +41,8 @@ def _over(name):
     "An empty list of dimensions is all of them; torch_xla's own takes it for none"
     def _kernel(x, dim, keepdim=False, *, dtype=None):
         own = _kernels[name].call_boxed
-        if dtype: x = x.to(dtype)
-        if x.dtype not in _half: return own(_keys, x, dim or None, keepdim, dtype=None)
+        if dtype and not x.is_floating_point(): x = x.to(dtype)
+        if dtype or x.dtype not in _half: return own(_keys, x, dim or None, keepdim, dtype=dtype)
         return own(_keys, x.float(), dim or None, keepdim, dtype=None).to(x.dtype)
     return _kernel
 
