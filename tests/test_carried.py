@@ -156,3 +156,14 @@ def test_a_nan_is_the_number_that_it_was():
     class Nan(Seeing):
         def after_loss(self): self.nans = torch.full((3,), float('nan'), device=self.x.device)
     check(Nan)
+
+def test_an_attribute_of_a_result_is_not_there_at_the_next_step():
+    "Also where a step has gone on otherwise than the one before"
+    class Marks(Seeing):
+        def after_loss(self):
+            t = self.pred.detach()
+            u = t*2
+            self.seen += [hasattr(t, 'w'), hasattr(u, 'w')]
+            t.w = u.w = 1
+            if self.iter in (5, 6, 7): self.other = u.tanh() if self.iter == 6 else (u+1).sum()
+    check(Marks)

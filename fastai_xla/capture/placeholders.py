@@ -129,10 +129,12 @@ def renew(self:Log,
 def _as_made(t, attrs): return t.__dict__.keys() == attrs.keys() and all(v is attrs[k] for k,v in t.__dict__.items())
 
 @patch
-def tidy(self:Log):
+def tidy(self:Log,
+    objs:list, # Placeholders of the step's calls so far
+):
     "Attributes that somebody has set on a placeholder are not there at the next step, and weak references have died"
-    for i in [i for i,t in enumerate(self.objs) if t.__dict__ or getweakrefcount(t)]:
-        (n,j),t = node_of(self.path, i),self.objs[i]
+    for i in [i for i,t in enumerate(objs) if t.__dict__ or getweakrefcount(t)]:
+        (n,j),t = node_of(self.path, i),objs[i]
         if t is n.held[j] and (getweakrefcount(t) or not _as_made(t, n.answer.kinds[j].attrs)): self._hold(n, j)
 
 @patch
@@ -156,8 +158,7 @@ def give(self:Log,
         if i in held: self.renew(i, v, grad)
     for j,o in same_grads:
         if o < 0 or o in held: self.outside[j].grad = self._object(o)
-    self.tidy()
-
+    self.tidy(self.objs)
 
 # %% ../../nbs/api/05la_capture.placeholders.ipynb #74306d4a
 @patch
@@ -165,6 +166,7 @@ def ended(self:Log):
     "A step that was traced has ended: who holds placeholders of its calls gets the values; its calls are kept, or forgotten"
     for i,c in enumerate(map(sys.getrefcount, self.miss.given)):
         if c > 3: self.renew(i, self.miss.made[i].detach())
+    self.tidy(self.miss.given)
     if self.path: self._check_grads()
     if self.refused: return self.prune()
     if self.path:
