@@ -189,7 +189,7 @@ def find(self:Kinds,
     step.look()
     try: key = self._key(inputs, spec)
     except KeyError: key = None   # an attribute is gone
-    if key != self.key:
+    if key is None or key != self.key:
         step.look(again=True)
         key = self._key(inputs, spec)
         if key not in self.recs: self._add(key)

@@ -216,8 +216,8 @@ def _compiled(self:Logged, end, held):
 
 @patch
 def _audit_due(self:Logged, p):
-    "At the 2nd, 4th, 8th, ... batch of a program, and at the first of each epoch that one serves"
-    return self.fit.audited.get(self.replay.learn.training) != self.replay.passes or p.runs > 1 and p.runs & p.runs-1 == 0
+    "At the first batch of each epoch that a program serves, and when one has run twice as often as at its last audit"
+    return self.fit.audited.get(self.replay.learn.training) != self.replay.passes or p.runs >= max(2, 2*p.since)
 
 @patch
 def _audit(self:Logged, p):

@@ -65,10 +65,11 @@ def methods_now(
     learn:Learner, # Learner on an XLA device
 ) -> tuple:
     "What a callback may have put in the place of methods of the learner and its optimizer, hooks of that, and how many parameters it has"
-    own,opts = vars(learn),[]
+    own,cls,opts = vars(learn),type(learn),[]
     if learn.opt is not None: opts = [learn.opt, innermost(learn.opt)]
-    of_opts = [(type(o), *(tuple(f) if isinstance(f, dict) else f for f in map(vars(o).get, _of_opt))) for o in opts]
-    return type(learn),*map(own.get, _of_learner),*of_opts,*(len(ps) for o in opts[1:] for ps in groups_of(o))
+    def of_class(o): return [getattr(type(o), n, None) for n in _of_opt[:2]]
+    of_opts = [(type(o), *of_class(o), *(tuple(f) if isinstance(f, dict) else f for f in map(vars(o).get, _of_opt))) for o in opts]
+    return cls,*(getattr(cls, n) for n in _of_learner),*map(own.get, _of_learner),*of_opts,*(len(ps) for o in opts[1:] for ps in groups_of(o))
 
 def _recordable(actors, inputs):
     "Refuse what is no step of its own"
@@ -187,8 +188,9 @@ def _doubled(n): return n > 1 and n & n-1 == 0
 
 @patch
 def _audit_due(self:Recordings, rec):
-    "At the 2nd, 4th, 8th, ... batch of a recording, and at the first of each epoch"
-    return rec.audited != self.passes or _doubled(rec.runs)
+    "At the first batch of each epoch, and when a recording has run twice as often as at its last audit"
+    doubled = _doubled(rec.runs) if self.step.batch.later else rec.runs >= max(2, 2*rec.since)
+    return rec.audited != self.passes or doubled
 
 @patch
 def _trace_again(self:Recordings, rec, inputs):

@@ -1,5 +1,6 @@
 "Methods of libraries that users replace, before a fit and within it: replayed as retraced, and as fastai on the CPU"
 import fastai.layers
+import torch.nn.functional as F
 from torch.nn.functional import conv1d
 from test_log import *
 
@@ -100,6 +101,52 @@ def test_a_method_is_replaced_within_an_epoch(change, opt, user):
             for o,k in ((cb.learn, 'one_batch'), (cb.learn, '_step'), (cb.learn.opt, 'zero_grad')): vars(o).pop(k, None)
     cbs = [type('Change', (Callback,), dict(after_batch=after_batch)), *[Tick]*user]
     same(lambda: dict(cbs=lambda: [cb() for cb in cbs], opt_func=opt))
+
+# --- functions of libraries, and tables of modules, that a callback replaces within an epoch
+
+def half_step(self):
+    for p in self.model.parameters(): p.grad.mul_(.1)
+    self.opt.step()
+
+def conv_forward(self, x, w, b): return conv1d(x, w*.5, b, padding=1)
+def act(f): return nn.Sequential(nn.Linear(6, 16), nn.Sequential(f(), nn.Tanh()), nn.Linear(16, 1))
+def modules(m, **named): m._modules = type(m._modules)(named)
+
+@pytest.mark.parametrize('user', [False, True])
+@pytest.mark.parametrize('change,model', [
+    (lambda patch, m: patch.setattr(Learner, '_step', half_step), lambda: act(nn.ReLU)),
+    (lambda patch, m: patch.setattr(F, 'relu', F.silu), lambda: act(nn.ReLU)),
+    (lambda patch, m: patch.setattr(nn.Conv1d, '_conv_forward', conv_forward), conv),
+    (lambda patch, m: patch.setattr(nn.ReLU6, 'forward', lambda self, x: x.sigmoid()), lambda: act(nn.ReLU6)),   # that of `nn.Hardtanh`
+    (lambda patch, m: modules(m, a=m[0], b=nn.Sigmoid(), c=m[2]), lambda: act(nn.ReLU)),
+    (lambda patch, m: modules(m[1], a=nn.Sigmoid()), lambda: act(nn.ReLU)),
+    (lambda patch, m: setattr(m[0], '_parameters', dict(weight=m[0].weight, bias=None)), lambda: act(nn.ReLU))])
+def test_a_function_of_a_library_is_replaced_within_an_epoch(change, model, user):
+    patches = []
+    def after_batch(cb):
+        if not cb.training or cb.train_iter != 7: return
+        patches.append(pytest.MonkeyPatch())
+        change(patches[-1], cb.model)
+    def after_fit(cb):
+        while patches: patches.pop().undo()
+    cbs = [type('Change', (Callback,), dict(after_batch=after_batch, after_fit=after_fit)), *[Tick]*user]
+    same(lambda: dict(model=model, cbs=lambda: [cb() for cb in cbs]))
+
+@pytest.mark.parametrize('cbs', [[], [Tick]])
+def test_a_function_of_a_library_is_replaced_between_two_fits(cbs, monkeypatch):
+    "By another of a library's: by its class the layer is what it was"
+    res = []
+    for xla in (False, True):
+        seed()
+        learn = Learner(data(), act(nn.ReLU), loss_func=nn.MSELoss(), cbs=[cb() for cb in cbs])
+        if xla: learn.to_xla()
+        with monkeypatch.context() as m, learn.no_bar(), learn.no_logging():
+            learn.fit(1, 1e-2)
+            m.setattr(F, 'relu', F.silu)
+            learn.fit(1, 1e-2)
+        res.append(list(map(float, learn.recorder.losses)))
+        assert not xla or 'audit found' not in str(learn.xla_report())
+    test_close(*res, eps=1e-4)
 
 # --- buffers and classes of modules
 

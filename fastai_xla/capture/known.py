@@ -21,6 +21,7 @@ from fastcore.all import *
 
 from ..draws import host_rng, drew
 from .effects import is_library
+from .watch import LibraryCode
 
 # %% ../../nbs/api/05j_capture.known.ipynb #3cdb6001
 def is_library_name(
@@ -97,6 +98,7 @@ class KnownModule:
         self.lists = [(d, k) for d,k,v in own if isinstance(v, (list, dict, partial)) and _all_plain(v)]
         self.others = [(d, k) for d,k,v in own if not isinstance(v, torch.Tensor) and not _all_plain(v)]
         self.others += [(m._modules, k) for m in self.ms for k in m._modules]
+        self.tables = [(m.__dict__, n) for m in self.ms for n in _tables[:3]]
         self.sizes = [m.__dict__ for m in self.ms] + [m.__dict__[n] for m in self.ms for n in _tables] + _for_all
         self.classes = set(map(type, self.ms))
         self.shape = self.shape_now()
@@ -109,7 +111,7 @@ class KnownModule:
 
     def shape_now(self) -> list:
         "Which attributes, modules, hooks, classes and methods there are"
-        ids = [id(d[k]) for d,k in self.others]
+        ids = [id(d[k]) for d,k in self.others + self.tables]
         return [*map(len, self.sizes), *ids, *map(type, self.ms), *(id(c.forward) for c in self.classes)]
 
     def guard(self) -> list:
@@ -188,11 +190,18 @@ class KnownModules:
     def __init__(self):
         self.found,self.not_whole,self.steps = {},set(),{}   # `steps`: (id, name of a method) -> that of an optimizer as one call
         self.made = weakref.WeakSet()   # within a step, as by a slice of an `nn.Sequential`: others each time
+        self.code,self.were = LibraryCode(),[]   # functions of their classes, and what these were
 
     def look_again(self):
         "Before a fit: which modules still are one call? What is one stays the same call"
         _all_known.cache_clear()
         self.found = {m: k for m,k in self.found.items() if k is not None and _is_whole(m)}
+
+    def look_at_code(self):
+        "Before a step: has a user put another function in the place of a library's? Then each module is another call"
+        if all(map(is_, self.were, now := self.code.now())): return
+        _all_known.cache_clear()
+        self.found,self.were = {},now
 
     def __call__(self,
         m:nn.Module, # Any module
@@ -207,7 +216,11 @@ class KnownModules:
         except KeyError: return None   # an attribute is gone
 
     def _make(self, m):
-        return KnownModule(m) if self.not_whole.isdisjoint([*m.modules(), *map(type, m.modules())]) and _is_whole(m) else None
+        classes = list(dict.fromkeys(map(type, m.modules())))
+        if any(c not in self.code.classes for c in classes):
+            self.code.add(classes)
+            self.were = self.code.now()
+        return KnownModule(m) if self.not_whole.isdisjoint([*m.modules(), *classes]) and _is_whole(m) else None
 
 # %% ../../nbs/api/05j_capture.known.ipynb #df8f5b7a
 def _held(o):

@@ -46,6 +46,7 @@ class Log(TorchFunctionMode, Arguments):
         self.forget()
         if self.fresh: self.prepare(self.fresh)
         self.fresh = []
+        self.known.look_at_code()
         self.cur,self.answering = self.root,any(n.held is not None for n in self.root.kids)
         self.refused = ''
         if not self.answering: self.miss.fell = xla_counts().fallbacks
