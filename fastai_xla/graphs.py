@@ -20,6 +20,7 @@ import torch
 from fastcore.all import *
 
 from .runtime import *
+from .apart import *
 from .runtime import _XLAC, _broken, _runs, _seeds, _takers, _version
 from .mesh import *
 from .transfer import *

@@ -20,10 +20,11 @@ from fastai.optimizer import OptimWrapper
 from fastai.text.data import SortedDL
 
 from .runtime import *
+from .apart import *
 from .graphs import *
 from .report import *
 from .draws import *
-from .capture.state import all_tensors, set_data
+from .capture.state import all_tensors, flatten, set_data
 from .compat.core import *
 from .compat.learner import *
 from .compat.optimizer import *
@@ -139,12 +140,20 @@ class XLAOptCallback(Callback):
     def after_fit(self):       self.hidden()
 
 # %% ../nbs/api/06f_opt_callback.ipynb #7dfd670f
+def _left_by(learn):
+    "XLA tensors that a step leaves behind"
+    ts = [t for m in modules_of(learn) for p in (*m.parameters(), *m.buffers()) for t in (p, p.grad)]
+    if learn.opt is not None: ts += [t for st in innermost(learn.opt).state.values() for t in flatten(st)[0]]
+    ts += flatten([getattr(learn, k, None) for k in ('pred', 'loss')])[0]
+    return [t for t in ts if isinstance(t, torch.Tensor) and is_xla(t)]
+
 @patch
 def settle(self:XLAOptCallback,
     written:bool=True, # After a replayed step: may something have been traced since?
 ):
     "Compute what is pending. A step that was replayed has been computed and has moved the random state on; is there more?"
-    if not self.ran: (sync if self.begun else sync_between)()
+    if not self.ran and self.begun: sync_apart(_left_by(self.learn), self.learn.iter == 0)
+    elif not self.ran: sync_between()
     elif written:
         before = n_executions()
         settle_tensors()

@@ -17,6 +17,7 @@ from torch import nn
 from fastcore.all import *
 
 from .runtime import *
+from .apart import *
 from .mesh import *
 from .runtime import _XLAC, _looks
 

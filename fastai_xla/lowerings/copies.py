@@ -13,6 +13,7 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..runtime import *
+from ..apart import *
 from ..shared import *
 from ..transfer import *
 from .core import *

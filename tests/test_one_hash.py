@@ -1,0 +1,82 @@
+"""Graphs that differ only in which of several like tensors is used twice: torch_xla has one hash for them, and would run the program of the first
+
+Retraced and replayed steps, with the numbers of plain fastai on the CPU"""
+from collections import deque
+from test_log import *
+from fastai_xla.apart import told_apart
+import fastai_xla.opt_callback
+
+class Layers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.i,self.ls,self.h = nn.Linear(6, 8),nn.ModuleList(nn.Linear(8, 8) for _ in range(4)),nn.Linear(8, 1)
+        self.n = 0
+    def forward(self, x):
+        x = torch.tanh(self.i(x))
+        return self.h(self.mix(x, [l(x.detach()) for l in self.ls])) + x.mean(1, keepdim=True)
+    def pick(self, ts):
+        self.n += self.training
+        return ts[self.turn(self.n) % 4]
+
+def in_turn(n): return n
+def at_random(n): return random.randrange(4)
+def by_epoch(n): return (n-1)//10   # each of 10 batches of training
+
+class Teachers(Layers):
+    "One of several frozen teachers beside their mean"
+    def __init__(self):
+        super().__init__()
+        for l in self.ls: l.requires_grad_(False)
+    def mix(self, x, ts): return x*self.pick(ts) - .2*x*torch.stack(ts).mean(0)
+
+class Prototypes(Layers):
+    "Buffers, of which one is added and all are looked at"
+    def __init__(self):
+        super().__init__()
+        for i in range(4): self.register_buffer(f'p{i}', torch.randn(8))
+    def mix(self, x, ts):
+        ps = [getattr(self, f'p{i}') for i in range(4)]
+        x = x + .3*self.pick(ps)
+        return x*(x@torch.stack(ps).T).softmax(1).max(1, keepdim=True)[0]
+
+class Bank(Layers):
+    "The last activations, of which one is drawn"
+    def __init__(self):
+        super().__init__()
+        self.bank = deque(maxlen=4)
+    def mix(self, x, ts):
+        if self.training: self.bank.append(x.detach().mean(0))
+        kept = [*self.bank] or [x.detach().mean(0)]
+        return x - .5*torch.stack(kept).mean(0) + .5*kept[self.turn(self.n) % len(kept)]
+
+def story(cls, turn):
+    return lambda: dict(model=type('Net', (cls,), dict(turn=staticmethod(turn))))
+
+cases = [(Teachers, in_turn), (Teachers, at_random), (Teachers, by_epoch), (Prototypes, in_turn), (Bank, at_random)]
+
+@pytest.mark.parametrize('replay', ['auto', False])
+@pytest.mark.parametrize('cls,turn', cases)
+def test_like_tensors_take_turns(cls, turn, replay):
+    f = story(cls, turn)
+    (cpu,_),(got,_) = run(f, None, xla=False, n=4),run(f, replay, n=4)
+    np.testing.assert_allclose(got['losses'], cpu['losses'], rtol=1e-5)
+    for k,v in cpu['sd'].items(): torch.testing.assert_close(got['sd'][k], v, rtol=1e-4, atol=1e-5)
+
+@pytest.mark.parametrize('cls,turn', cases[:1])
+def test_without_a_look_they_are_taken_for_one_another(cls, turn, monkeypatch):
+    "The control: a `sync` as torch_xla has it"
+    monkeypatch.setattr(fastai_xla.opt_callback, 'sync_apart', lambda ts, look: sync())
+    with pytest.raises(AssertionError): test_like_tensors_take_turns(cls, turn, False)
+
+def test_a_large_graph_is_looked_at_again_where_an_epoch_begins(monkeypatch):
+    "The first four batches of it are the same: after that it is looked at no more within the epoch"
+    import fastai_xla.apart
+    texts,real = [],fastai_xla.apart._XLAC._get_xla_tensors_hlo
+    class Core:
+        def __getattr__(self, k): return getattr(fastai_xla.runtime._XLAC, k)
+        def _get_xla_tensors_hlo(self, roots):
+            texts.append(len(roots))
+            return real(roots) + ' '*20_000
+    monkeypatch.setattr(fastai_xla.apart, '_XLAC', Core())
+    test_like_tensors_take_turns(Teachers, by_epoch, False)
+    assert len(texts) < 44, len(texts)   # of 40 batches of training and 8 of validation: not of the last of the first epoch
