@@ -1,7 +1,7 @@
 """What the user's own functions read is compared before a step is replayed
 
 What they do to objects of their own is neither lost nor done twice."""
-import contextvars, csv, io, itertools, pickle, random, warnings
+import array as arrays, contextvars, csv, ctypes, io, itertools, operator, pickle, random, sys, warnings, weakref
 from collections import deque
 from copy import deepcopy
 from functools import lru_cache
@@ -122,6 +122,68 @@ def test_by_epoch():
         def before_epoch(self): cfg.gamma = 1/(1+self.epoch)
     learn,_ = compare(lambda: learner(lambda p,y: ce(p, y)*cfg.gamma, cbs=Anneals()), lambda l: l.fit(4, 1e-2))
     assert any('cfg.gamma' in why for why in learn.xla_opt.replay.reasons.why)
+
+# Settings that are read in ways in which no name of the code leads to them, changed within an epoch
+
+class Holder:
+    def __init__(self): self.rate,self.inner = 1.,SimpleNamespace(rate=1.)
+class Stack:
+    def __init__(self): self.kept = [Holder()]
+    def __getitem__(self, i): return self.kept[i]
+class Delegates:
+    def __init__(self, o): object.__setattr__(self, '_o', o)
+    def __getattr__(self, k): return getattr(self._o, k)
+class Box:
+    def __init__(self): self.h = Holder()
+    @property
+    def now(self): return self.h
+
+settings,holder,stack,boxed = SimpleNamespace(loss=SimpleNamespace(rate=1.)),Holder(),Stack(),Box()
+numbers,cnumber,percents,weak = arrays.array('f', [1.]),ctypes.c_double(1.),bytearray([100]),weakref.ref(holder)
+deep,rate = Delegates(SimpleNamespace(opts=SimpleNamespace(rate=1.))),1.
+def get_settings(): return settings
+def set_rates(v):
+    global rate
+    rate = settings.loss.rate = holder.rate = holder.inner.rate = numbers[0] = stack[0].inner.rate = deep.opts.rate = boxed.h.inner.rate = v
+    cnumber.value,percents[0] = v,int(100*v)
+
+ways = dict(getter=lambda: get_settings().loss.rate, weak=lambda: weak().rate, weak_inner=lambda: weak().inner.rate,
+    array=lambda: numbers[0], ctypes=lambda: cnumber.value, bytes=lambda: percents[0]/100,
+    attrgetter=lambda: operator.attrgetter('loss.rate')(settings), modules=lambda: sys.modules[__name__].rate,
+    item=lambda: stack[0].inner.rate, delegated=lambda: deep.opts.rate, property=lambda: boxed.now.inner.rate,
+    comprehension=lambda: sum([o.rate for o in (holder, holder)])/2)
+
+class Rated(nn.Module):
+    "With a hook in the backward pass, of which a log knows nothing: the step is recorded, or retraced"
+    def __init__(self, way):
+        super().__init__()
+        self.a,self.way = nn.Linear(4, 1),ways[way]
+    def forward(self, x):
+        h = self.a(x)
+        if h.requires_grad: h.register_hook(lambda g: g*.5)
+        return h*self.way()
+
+class SetsRates(Callback):
+    def before_fit(self): set_rates(1.)
+    def after_batch(self):
+        if self.training and self.iter == 10: set_rates(.3)   # no audit follows in this epoch
+
+@pytest.mark.parametrize('k', [1, 4])
+@pytest.mark.parametrize('way', ways)
+def test_read_by_another_way(way, k, without_audits):
+    res = []
+    for xla in (False, True):
+        torch.manual_seed(0)
+        x = torch.randn(112, 4)
+        learn = Learner(DataLoaders.from_dsets(list(zip(x, x[:,:1])), list(zip(x, x[:,:1])), bs=8), Rated(way), loss_func=nn.MSELoss(),
+                        opt_func=SGD, cbs=SetsRates())
+        learn.dls.train.shuffle = False
+        if xla: learn.to_xla(steps_per_execution=k)
+        with learn.no_bar(), learn.no_logging(), warnings.catch_warnings():
+            warnings.simplefilter('ignore')
+            learn.fit(1, 1e-2)
+        res.append(list(map(float, learn.recorder.losses)))
+    test_close(*res, eps=1e-4)
 
 # What the user's functions do beside computing
 

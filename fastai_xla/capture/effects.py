@@ -93,11 +93,14 @@ def no_effects(
         found.append(f"{_place(frame)} {what} within the step, where nobody would see it happen again; "
                      f"in `before_batch` and `after_batch` callbacks run as Python at every batch")
         raise Refused(found[0])   # before it happens
-    def watch(frame, event, arg):
+    def watch(frame, event, res):
         if found: return
         if imports:   # what an import does, it does once, however often the step is run
             if event == 'return' and frame is imports[0]: imports.clear()
             return
+        if event == 'return' and reads and frame.f_back and _is_user(frame.f_back):
+            made = frame.f_locals.get(frame.f_code.co_varnames[0]) if frame.f_code.co_name == '__init__' else res
+            reads.returned(made, frame.f_back.f_code)
         if event == 'call':
             if frame.f_code is _import: return imports.append(frame)
             if frame.f_code is _call: reads and reads.called(frame.f_locals['self'])
@@ -111,7 +114,7 @@ def no_effects(
             elif (frame.f_back is not None and _is_user(frame.f_back)
                   and (root := frame.f_globals.get('__name__', '')).partition('.')[0] not in _libraries):
                 note(frame.f_back, f'calls {root}.{frame.f_code.co_name}')
-        elif event == 'c_call' and _is_user(frame): note(frame, _effect_of_call(arg))
+        elif event == 'c_call' and _is_user(frame): note(frame, _effect_of_call(res))
     gc.freeze()   # what was there before is not among `gc.get_objects()` then
     was = sys.getprofile()
     sys.setprofile(watch)

@@ -8,7 +8,7 @@ Docs: https://fastai-xla.github.io/fastai_xla/api/capture.reads.html.md"""
 __all__ = ['Reads']
 
 # %% ../../nbs/api/05f_capture.reads.ipynb #0094e06f
-import dis, functools, gc, random
+import gc, random, weakref
 from collections import ChainMap, UserDict, UserList, deque
 from functools import partial
 from logging import Logger
@@ -24,24 +24,8 @@ from ..runtime import *
 from ..graphs import *
 from .state import Kept, Refused, checksum, content
 from .effects import is_library
+from .names import *
 from .watch import of_batch
-
-# %% ../../nbs/api/05f_capture.reads.ipynb #6a101f2e
-def _is_text(ins):
-    "Is the name that a `getattr` at the head of these instructions asks for written out, as in `getattr(self.learn, 'x', None)`?"
-    ops = [i.opname for i in ins[1:10] if i.opname not in ('LOAD_ATTR', 'PUSH_NULL', 'PRECALL')]+['']*4
-    if ops[2] in ('LOAD_CONST', 'LOAD_FAST', 'LOAD_GLOBAL', 'BUILD_LIST', 'BUILD_MAP'): del ops[2]   # the default
-    return ops[0] in ('LOAD_FAST', 'LOAD_DEREF') and ops[1] == 'LOAD_CONST' and ops[2] in ('CALL', 'CALL_FUNCTION')
-
-@functools.cache
-def _names(code):
-    ins = list(dis.get_instructions(code))
-    at = lambda *ops: frozenset(i.argval for i in ins if i.opname in ops)
-    texts = frozenset(o for o in code.co_consts if isinstance(o, str) and o.isidentifier())
-    names,attrs = at('LOAD_GLOBAL', 'LOAD_NAME'),at('LOAD_ATTR', 'LOAD_METHOD') | texts
-    asks = [ins[i:] for i,o in enumerate(ins) if o.argval == 'getattr']
-    made = not all(map(_is_text, asks)) and bool(at('BUILD_STRING', 'FORMAT_VALUE', 'FORMAT_SIMPLE', 'BINARY_OP', 'FOR_ITER'))
-    return names,attrs,at('STORE_ATTR'),made or 'vars' in names or '__dict__' in attrs
 
 # %% ../../nbs/api/05f_capture.reads.ipynb #e6d7d117
 _plain = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
@@ -82,6 +66,7 @@ class _Same:
 
 def _items(v):
     if isinstance(v, np.ndarray) and v.dtype.hasobject: return list(v.flat)
+    if isinstance(v, weakref.ref): return [v()]
     return list(v.values()) if isinstance(v, dict) else list(v) if isinstance(v, _lists) else []
 
 # %% ../../nbs/api/05f_capture.reads.ipynb #95295532
@@ -95,6 +80,7 @@ class Reads:
         self.numbers = {(i, k[0] if type(k) is tuple else k) for i,k in numbers}   # one of a pair such as `betas` stands for it
         self.places,self.codes,self.caches,self._seen,self._alive = {},set(),{},set(),[]
         self.modules = []   # that are called, wherever they are held
+        self.asked = {}   # code -> names of attributes that it reads, and nothing that has been followed has
         self.more = set()   # names that an `attrgetter` reads
 
     def see(self,
@@ -108,9 +94,10 @@ class Reads:
         self._seen.add(key)
         self._alive.append(own)   # so that nothing else gets these ids
         self.codes.add(code)
-        for v in (*own.values(), *map(frame.f_globals.get, _names(code)[0])):
+        self.asked.setdefault(code, set() if code.co_name in comprehensions else set(code_names(code).reads - library_names))
+        for v in (*own.values(), *map(frame.f_globals.get, code_names(code).of_globals)):
             if isinstance(v, attrgetter): self.more |= {k for o in v.__reduce__()[1] for k in o.split('.')}
-        for n in _names(code)[0]: self._read(frame.f_globals, n, code, n)
+        for n in code_names(code).of_globals: self._read(frame.f_globals, n, code, n)
         for n,v in own.items():
             if n in code.co_freevars: self._read({n: v}, n, code, n, v)
             elif isinstance(v, _draws): self._refuse(v, n)
@@ -147,6 +134,30 @@ def _read(self:Reads, d, k, code, path, owner=None, new=False):
     self.places.setdefault((id(d if owner is None else owner), k), (d, k, self._kept(v), v, _copy(v), path, owner))
     if code is not None: self._walk(v, code, path)
 
+# %% ../../nbs/api/05f_capture.reads.ipynb #05f0a7e1
+@patch
+def _has(self:Reads, v, code, depth=0):
+    "What of the names that `code` reads is an attribute of `v`?"
+    left = self.asked.get(code)
+    if not left: return
+    found = left & names_had(v)
+    left -= found
+    if not isinstance(v, ModuleType) or depth > 3: return
+    for o in [vars(v).get(n) for n in found]:
+        if isinstance(o, (type, ModuleType)): self._has(o, code, depth+1)   # as of `torch.nn.functional`
+
+@patch
+def returned(self:Reads,
+    v, # What a function has returned to one of the user's
+    code, # Of the latter
+):
+    "Follow it as if it were a variable"
+    if code in self.asked: self._walk(v, code, 'what a call returns')
+
+@patch
+def _set(self:Reads): return frozenset().union(*(code_names(c).stores for c in self.asked))   # attributes that the step's code sets
+
+
 # %% ../../nbs/api/05f_capture.reads.ipynb #33fbe428
 @patch
 def _later(self:Reads, me, code):
@@ -155,14 +166,16 @@ def _later(self:Reads, me, code):
     if isinstance(me, (nn.Module, torch.Tensor, type, ModuleType)) or is_library(cls.__module__) or not isinstance(d, dict): return
     self._read(me, '__class__', None, f'the class of a {cls.__name__}', me)
     for o,names in ((me, d), *((c, vars(c)) for c in cls.__mro__ if not is_library(c.__module__))):
-        for k in _names(code)[1] - names.keys(): self._read(names, k, None, f'{cls.__name__}.{k}', o, new=True)
+        for k in code_names(code).attrs - names.keys(): self._read(names, k, None, f'{cls.__name__}.{k}', o, new=True)
 
 # %% ../../nbs/api/05f_capture.reads.ipynb #33fbe429
 @patch
 def _walk(self:Reads, v, code, path, depth=0):
     "Follow the attributes whose names stand in the code, and all plain ones of objects that are no modules, callbacks or the like"
-    if isinstance(v, (torch.Tensor, Logger, *_plain)) or depth > 4 or (id(v), code) in self._seen: return
+    if isinstance(v, (Logger, *_plain)) or depth > 4 or (id(v), code) in self._seen: return
     self._seen.add((id(v), code))
+    self._has(v, code)
+    if isinstance(v, torch.Tensor): return
     if hasattr(v, 'cache_info'): self.caches.setdefault(id(v), (v, v.cache_info().currsize))
     for o in _items(v)[:1000]:
         self._refuse(o, path)
@@ -171,7 +184,7 @@ def _walk(self:Reads, v, code, path, depth=0):
     if isinstance(v, dict):
         for k in [k for k in v if isinstance(k, _plain)][:1000]: self._read(v, k, None, f'{path}[{k}]', v)
     if isinstance(v, (*_lists, dict, MethodType)): return
-    _,attrs,stores,any_name = _names(code)
+    _,attrs,_,stores,any_name = code_names(code)
     d = getattr(v, '__dict__', None)
     attrs = attrs | self.more | (d.keys() if any_name and isinstance(d, dict) else set())
     if isinstance(v, (ChainMap, UserDict, UserList)): attrs = attrs | {'maps', 'data'}   # which their own code reads
@@ -206,7 +219,8 @@ def _kept(self:Reads, v):
     if isinstance(v, _lists): return type(v),tuple(map(self._kept, v))
     if isinstance(v, partial): return id(v.func),self._kept(v.args),self._kept(v.keywords)
     if isinstance(v, MethodType): return id(v.__self__),id(v.__func__)
-    return id(v)
+    try: return id(v),bytes(memoryview(v))   # as `array.array` and those of `ctypes`
+    except TypeError: return id(v)
 
 @patch
 def forget_new(self:Reads,
@@ -250,9 +264,12 @@ def find_variables(self:Reads):
     for f in gc.get_referrers(*codes) if codes else ():
         if not isinstance(f, FunctionType) or f.__code__ not in codes: continue
         for n,c in zip(f.__code__.co_freevars, f.__closure__ or ()): self._read(c, 'cell_contents', f.__code__, n)
+    left = first((n, c) for c,names in self.asked.items() for n in sorted(names - self._set()))
+    if left: raise Refused(f"{left[1].co_name} (line {left[1].co_firstlineno}) reads `.{left[0]}` of what cannot be followed: "
+                           "an object that comes out of a call or an index; keep it in a variable or an attribute")
     self.places = {at: (d, k, kept, v if kept == id(v) else None, None, path, owner)
                    for at,(d,k,kept,v,_,path,owner) in self.places.items()}
-    self.codes,self.caches,self._seen = set(),{},set()
+    self.codes,self.caches,self._seen,self.asked = set(),{},set(),{}
 
 @patch
 def moved(self:Reads) -> str: # Where; empty if there is none
