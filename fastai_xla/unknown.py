@@ -87,7 +87,7 @@ def unknown_code(
     learn:Learner, # Learner on an XLA device
 ) -> str: # Empty where all is of libraries
     "What runs in a step of the learner and is the user's own, and can run where a log is at work"
-    if is_torch_patched(): return ''
+    if inner_patches(): return ''
     method = first(n for n in _methods if in_place(learn, n))
     if method is not None or theirs(Learner, '_do_one_batch'): return f"{type(learn).__name__}.{method or '_do_one_batch'}"
     for cb in learn.cbs:

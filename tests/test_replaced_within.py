@@ -1,4 +1,5 @@
 "Methods of libraries that users replace, before a fit and within it: replayed as retraced, and as fastai on the CPU"
+from functools import wraps
 import fastai.layers
 import torch.nn.functional as F
 from torch.nn.functional import conv1d
@@ -52,6 +53,34 @@ def test_it_is_patched_between_two_fits(monkeypatch):
         test_close(res[2][0], got[0], eps=eps)
         assert res[2][1] == got[1]
         for a,b in zip(res[2][2], got[2]): test_close(a, b, eps=eps*20)
+
+# --- functions of torch's, one of which calls what stands in its place
+
+class Acts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a,self.b = nn.Linear(6, 16),nn.Linear(16, 1)
+    def forward(self, x): return self.b(torch.cat(F.relu(F.softsign(self.a(x))).split(8, 1)[::-1], 1))
+
+def acts(): return nn.Sequential(nn.Linear(6, 16), nn.Softsign(), nn.ReLU(), nn.Linear(16, 1))
+
+@pytest.mark.parametrize('wrap', [wraps, lambda f: lambda g: g])
+@pytest.mark.parametrize('o,name,model', [(F, 'softsign', Acts), (F, 'relu', acts), (F, 'mse_loss', acts), (torch.Tensor, 'split', Acts),
+                                          (torch, 'relu', Acts), (torch, 'relu', acts), (torch, 'load', acts)])
+def test_a_function_of_torchs_is_wrapped(o, name, model, wrap, monkeypatch):
+    "It runs once a call, with another number each time; nothing is retraced but what runs within a call of torch's"
+    f,calls = getattr(o, name),[0]
+    @wrap(f)
+    def wrapped(*args, **kwargs):
+        calls[0] += 1
+        res = f(*args, **kwargs)
+        return [t*.98**calls[0] for t in res] if name == 'split' else res*.98**calls[0]
+    monkeypatch.setattr(o, name, wrapped)
+    def start():
+        calls[0] = 0
+        return model()
+    learn = same(lambda: dict(model=start, cbs=lambda: [Tick()]))
+    assert bool(learn.xla_report().plain) == (o is torch and name == 'relu')
 
 # --- methods that a callback replaces within an epoch, in learners that are recorded and in those that are logged
 

@@ -8,6 +8,7 @@ Docs: https://fastai-xla.github.io/fastai_xla/api/capture.log.html.md"""
 __all__ = ['Log']
 
 # %% ../../nbs/api/05l_capture.log.ipynb #eb4c4039
+import sys
 from copy import deepcopy
 
 import numpy as np
@@ -47,6 +48,7 @@ class Log(TorchFunctionMode, Arguments):
         if self.fresh: self.prepare(self.fresh)
         self.fresh = []
         self.known.look_at_code()
+        self.patched = torch_patches()
         self.cur,self.answering = self.root,any(n.held is not None for n in self.root.kids)
         self.refused = ''
         if not self.answering: self.miss.fell = xla_counts().fallbacks
@@ -62,6 +64,7 @@ def _plain_scalars(kwargs):
 
 @patch
 def __torch_function__(self:Log, f, types, args=(), kwargs=None):
+    if self.patched and f in self.patched: f = of_torch(f, sys._getframe(2).f_code)   # that of torch's which the user's has called
     if self.busy: return f(*args, **(kwargs or {}))
     keys = ()
     if kwargs:
