@@ -301,3 +301,37 @@ def test_one_reason_for_a_number_that_changes():
     def after_pred(cb): cb.learn.pred = torch.nn.functional.dropout(cb.pred, .01*cb.train_iter, cb.training)
     _,learn = run(lambda: hooked(after_pred=after_pred), 'auto', n=1)
     assert len([k for k in learn.xla_opt.replay.reasons.why if 'dropout' in k]) == 1
+
+class Halves(torch.overrides.TorchFunctionMode):
+    "Each tanh is smaller than the last"
+    def __init__(self): self.n = 0
+    def __torch_function__(self, f, types, args=(), kwargs=None):
+        res = f(*args, **(kwargs or {}))
+        if f is not torch.tanh: return res
+        self.n += 1
+        return res*.98**self.n
+
+@pytest.mark.parametrize('inner', [False, True])
+def test_a_mode_of_the_users_sees_each_torch_function(inner):
+    "Also those of a library's module, which is one call elsewhere"
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body,self.mode = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1)),Halves()
+        def forward(self, x):
+            with self.mode: return self.body(x) if inner else self.body[2](torch.tanh(self.body[0](x)))
+    (cpu,_),(got,learn) = run(lambda: dict(model=Net), None, xla=False),run(lambda: dict(model=Net), 'auto')
+    np.testing.assert_allclose(got['losses'], cpu['losses'], rtol=1e-5)
+    assert any('looks at each torch function' in why for why in learn.xla_report().plain)
+
+def test_a_default_device_within_a_step_is_no_call_of_it():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body,self.n = mlp(),0
+        def forward(self, x):
+            self.n += 1
+            with torch.device(x.device): return self.body(x)*torch.full((1,), 1/(1+.05*self.n)) + torch.tensor([.01*self.n])
+    agree(lambda: dict(model=Net), branches=None)
+    learn = run(lambda: dict(model=Net), 'auto')[1]
+    assert not learn.xla_report().plain and counts(learn)[True]['replayed'] > 20

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch.autograd.forward_ad import dual_level
-from torch.overrides import _get_current_function_mode_stack
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from fastcore.all import *
 from fasttransform.cast import retain_meta
@@ -44,10 +44,16 @@ def active() -> Log|None:
 @contextmanager
 def _outside(log):
     "Within the block torch calls are not shown to the log, as in `__torch_function__`"
-    if not torch._C._len_torch_function_stack(): return (yield)   # within a call of the log already
-    mode = torch._C._pop_torch_function_stack()
+    modes = _get_current_function_mode_stack() if torch._C._len_torch_function_stack() else []
+    if log not in modes: return (yield)   # within a call of the log already
+    above = modes[modes.index(log)+1:]   # as in `with torch.device('xla')`
+    _replace_modes(1+len(above), above)
     try: yield
-    finally: torch._C._push_on_torch_function_stack(mode)
+    finally: _replace_modes(len(above), [log, *above])
+
+def _replace_modes(n, modes):
+    for _ in range(n): torch._C._pop_torch_function_stack()
+    for m in modes: torch._C._push_on_torch_function_stack(m)
 
 def log_call(
     log:Log, # As from `active`
@@ -259,6 +265,7 @@ def watch_calls():
         setattr(cls, name, _not_replayed(getattr(cls, name), _thread))
     dual_level.__enter__ = _not_replayed(dual_level.__enter__, 'differentiates forwards, for as long as a block lasts')
     TorchDispatchMode.__enter__ = _not_replayed(TorchDispatchMode.__enter__, 'looks at each operator', but=_is_ours)
+    TorchFunctionMode.__enter__ = _not_replayed(TorchFunctionMode.__enter__, 'looks at each torch function', but=is_known)
 
 looked_at = 'a `TorchDispatchMode` or `TorchFunctionMode` is on, which has to see each call'
 def watched() -> bool:
