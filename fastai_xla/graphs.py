@@ -280,17 +280,17 @@ def n_moves() -> int:
 
 def settle_tensors():
     "Compute what is pending, without moving the random state on"
-    _XLAC._xla_sync_live_tensors(_here(), [], False)
+    with in_one_thread: _XLAC._xla_sync_live_tensors(_here(), [], False)
 
 def compute(
     ts:list, # XLA tensors
 ):
     "Compute these alone, whatever else is pending"
-    _XLAC._xla_sync_multi(ts, [], True, True)
+    with in_one_thread: _XLAC._xla_sync_multi(ts, [], True, True)
 
 def drop_pending():
     "Forget what is pending. Tensors of it must not be used again"
-    _XLAC._clear_pending_irs(_here())
+    with in_one_thread: _XLAC._clear_pending_irs(_here())
 
 @contextmanager
 def shared_scalars():

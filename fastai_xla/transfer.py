@@ -108,7 +108,7 @@ def fetch(
     now = ts
     for f in before_fetch: now = f(now)
     # of the tensors themselves: reading through a view of a parameter makes its next update another graph
-    with torch._C.DisableTorchFunctionSubclass(): host = _fetch(refuse_lost(compute_apart([_as_real(t) for t in now])))
+    with in_one_thread, torch._C.DisableTorchFunctionSubclass(): host = _fetch(refuse_lost(compute_apart([_as_real(t) for t in now])))
     return _replaced(o, {id(t): _as_type_of(t, _as_was(t, h)) for t,h in zip(ts, host)})
 
 # %% ../nbs/api/00a_transfer.ipynb #0a5d3f44

@@ -164,7 +164,7 @@ class Node:
 
 class Answer:
     "What a call is answered with: new tensors, those that were there before, and what it has done to others"
-    __slots__ = 'new kinds olds consts spec flat spare turned filled carries'.split()
+    __slots__ = 'new kinds olds consts spec flat turned filled carries'.split()
     def __init__(self):
         self.new = range(0)   # origins of the new tensors
         self.kinds,self.turned,self.filled,self.carries = [],[],(),False

@@ -8,8 +8,9 @@ Docs: https://fastai-xla.github.io/fastai_xla/api/capture.log.html.md"""
 __all__ = ['Log']
 
 # %% ../../nbs/api/05l_capture.log.ipynb #eb4c4039
-import sys
+import sys, weakref
 from copy import deepcopy
+from threading import RLock, get_ident
 
 import numpy as np
 import torch
@@ -34,6 +35,8 @@ class Log(TorchFunctionMode, Arguments):
         super().__init__()
         Arguments.__init__(self)
         self.root,self.known,self.asked,self.busy,self.fresh = Node(),KnownModules(),{},0,[]
+        self.me,self.lock = weakref.ref(self),RLock()
+        self.thread,self.open = None,False   # of a step, which holds the lock meanwhile; does the step's Python run?
         self.forget()
 
     def forget(self):
@@ -41,6 +44,12 @@ class Log(TorchFunctionMode, Arguments):
         Arguments.forget(self)
         self.objs,self.path,self.miss = [],[],Miss()
         self.turned = {}   # tensors whose `requires_grad` the step has changed -> what is asked in their place
+        self.let_go()
+
+    def let_go(self):
+        "Let other threads go on that wait for values"
+        if self.thread is not None: self.lock.release()
+        self.thread = None
 
     def begin(self):
         "Begin a step: answered as long as its calls are those of an earlier one"
@@ -52,6 +61,8 @@ class Log(TorchFunctionMode, Arguments):
         self.cur,self.answering = self.root,any(n.held is not None for n in self.root.kids)
         self.refused = ''
         if not self.answering: self.miss.fell = xla_counts().fallbacks
+        self.lock.acquire()
+        self.thread = get_ident()
 
     def step_calls(self): return StepCalls(list(self.path), self.outside, self.hosts, self.nums, dict(self.taken))
     def refuse(self, why): self.refused = self.refused or why

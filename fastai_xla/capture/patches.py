@@ -9,9 +9,10 @@ __all__ = ['looked_at', 'active', 'log_call', 'give_up', 'set_aside', 'partial_a
            'logging']
 
 # %% ../../nbs/api/05m_capture.patches.ipynb #a16c218b
-import concurrent.futures, dis, functools, sys, threading
+import concurrent.futures, dis, functools, queue, sys, threading
 from contextlib import contextmanager, nullcontext
 from itertools import pairwise
+from multiprocessing import pool
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 
 import numpy as np
@@ -27,6 +28,7 @@ from ..runtime import *
 from ..graphs import *
 from ..seeds import before_seed
 from ..transfer import before_fetch
+from .effects import stand_ins
 from .known import *
 from .calls import *
 from .log import *
@@ -90,9 +92,15 @@ def set_aside(
 
 def _as_they_are(ts):
     "What is fetched within a step has to be computed"
-    if not _active or (log := active()) is None: return ts
+    if not _active or _elsewhere() or (log := active()) is None: return ts
     give_up(f'{user_line()} reads a value within the step')
     return log._real(ts)
+
+def _elsewhere():
+    "In another thread than that of the step what is pending waits for the step to end, which would be cut in two"
+    log,thread = _active[-1]
+    if (other := thread != threading.get_ident()): log.wait()
+    return other
 
 def _seeding():
     "A program draws from the random state that the step's Python leaves"
@@ -224,8 +232,11 @@ def _not_replayed(f, why, but=lambda o: False):
     "`f`, a method that within a step has to find the step's calls made for real, and needs them made at each step"
     @functools.wraps(f)
     def _inner(self, *args, **kwargs):
-        if _active and active() and not but(self): give_up(f'{user_line()} {why}')
+        if _active and (log := active()) and not but(self):
+            give_up(f'{user_line()} {why}')
+            log.let_go()
         return f(self, *args, **kwargs)
+    stand_ins.add(_inner.__code__)
     return _inner
 
 # %% ../../nbs/api/05m_capture.patches.ipynb #da754733
@@ -249,6 +260,7 @@ def _call_script_method(self, *args, **kwargs):   # it reads weights that nobody
 
 # %% ../../nbs/api/05m_capture.patches.ipynb #971b6a82
 _thread = 'hands work to another thread; where the step does not need its result, `after_batch` is outside of the step'
+_waits = 'waits for another thread, which may need what the step computes; `after_batch` is outside of the step'
 
 def watch_calls():
     "Let calls that are no torch functions pass through a log that is at work, from now on"
@@ -260,9 +272,10 @@ def watch_calls():
     torch.autograd.graph.saved_tensors_hooks.__enter__ = _saved_hooks
     before_fetch.append(_as_they_are)
     before_seed.append(_seeding)
-    for cls in (threading.Thread, concurrent.futures.ThreadPoolExecutor):
-        name = 'start' if cls is threading.Thread else 'submit'
+    for cls,name in ((threading.Thread, 'start'), (concurrent.futures.ThreadPoolExecutor, 'submit')):
         setattr(cls, name, _not_replayed(getattr(cls, name), _thread))
+    for cls,name in ((threading.Thread, 'join'), (queue.Queue, 'join'), (pool.ApplyResult, 'wait')):
+        setattr(cls, name, _not_replayed(getattr(cls, name), _waits))
     dual_level.__enter__ = _not_replayed(dual_level.__enter__, 'differentiates forwards, for as long as a block lasts')
     TorchDispatchMode.__enter__ = _not_replayed(TorchDispatchMode.__enter__, 'looks at each operator', but=_is_ours)
     TorchFunctionMode.__enter__ = _not_replayed(TorchFunctionMode.__enter__, 'looks at each torch function', but=is_known)
@@ -283,6 +296,9 @@ def logging(
     # what `torch.compile` has compiled is called as it was written: dynamo would trace the log
     as_written = torch.compiler.set_stance('force_eager') if 'torch._dynamo' in sys.modules else nullcontext()
     _active.append((log, threading.get_ident()))
+    log.open = True
     try:
         with as_written, log: yield
-    finally: _active.pop()
+    finally:
+        log.open = False
+        _active.pop()

@@ -36,9 +36,8 @@ def _copy(self, src, non_blocking=False):
 def _to_copy(self, *, dtype=None, layout=None, device=None, pin_memory=None, non_blocking=False, memory_format=None):
     dtype,device = dtype or self.dtype,device or self.device
     if dtype == self.dtype and is_xla(device) and device.index in (None, self.device.index): return _clone(self)
-    if device.type == 'cpu' and self.dtype == torch.complex128: return fetch(self).to(dtype)
-    if device.type == 'cpu': refuse_lost(compute_apart([self]))
-    res = torch.ops.aten._copy_from(self, torch.empty(self.shape, dtype=dtype, device=device))
+    if device.type == 'cpu': res = fetch(self).to(dtype)
+    else: res = torch.ops.aten._copy_from(self, torch.empty(self.shape, dtype=dtype, device=device))
     return res if memory_format in (None, torch.preserve_format) else res.contiguous(memory_format=memory_format)
 
 # %% ../../nbs/api/01l_lowerings.copies.ipynb #95d23e41

@@ -1,0 +1,102 @@
+"Threads that were there before the fit, files named as modules of Python's, and objects that callbacks hold: as fastai on the CPU"
+import pytest, queue, threading, time
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.pool import ThreadPool
+from fastai.vision.all import *
+from fastai_xla.all import *
+from test_carried import Seeing, check
+
+class Queue:
+    "Values on their way to a thread that waits for them"
+    def __init__(self, read):
+        self.q = queue.Queue()
+        def work():
+            while True:
+                read(self.q.get())
+                self.q.task_done()
+        threading.Thread(target=work, daemon=True).start()
+    def put(self, o): self.q.put(o)
+    def join(self): self.q.join()
+
+class Deque:
+    "The same, and the thread asks time and again"
+    def __init__(self, read):
+        self.q,self.over = deque(),False
+        def work():
+            while self.q or not self.over: read(self.q.popleft()) if self.q else time.sleep(1e-4)
+        self.thread = threading.Thread(target=work, daemon=True)
+        self.thread.start()
+    def put(self, o): self.q.append(o)
+    def join(self):
+        self.over = True
+        self.thread.join()
+
+class Pool:
+    def __init__(self, read): self.pool,self.read = ThreadPool(1),read
+    def put(self, o): self.pool.apply_async(self.read, (o,))
+    def join(self):
+        self.pool.close()
+        self.pool.join()
+
+class Executor:
+    def __init__(self, read): self.pool,self.read = ThreadPoolExecutor(1),read
+    def put(self, o): self.pool.submit(self.read, o)
+    def join(self): self.pool.shutdown()
+
+ways = dict(loss=lambda cb: cb.learn.loss, preds=lambda cb: cb.learn.pred.detach(), twice=lambda cb: cb.learn.loss.detach()*2)
+
+@pytest.mark.parametrize('way', ways)
+@pytest.mark.parametrize('kind', [Queue, Deque, Pool, Executor])
+def test_a_thread_reads_within_the_step(kind, way):
+    "It waits until the value is there"
+    class Send(Seeing):
+        def __init__(self):
+            super().__init__()
+            self.out = kind(lambda t: self.seen.append((t.float()+1).mean().item() if t.dim() else float(t)))
+        def after_loss(self):
+            self.out.put(ways[way](self))
+            time.sleep(.002)   # the thread is first
+        def after_fit(self): self.out.join()
+    check(Send, replayed=kind is not Executor)
+
+def test_the_step_waits_for_the_thread():
+    class Send(Seeing):
+        def __init__(self):
+            super().__init__()
+            self.out = Queue(lambda t: self.seen.append(float(t)))
+        def after_loss(self):
+            self.out.put(self.learn.loss)
+            self.out.join()
+    assert 'waits for another thread' in check(Send, replayed=False)[0]
+
+def test_a_thread_reads_between_steps():
+    class Send(Seeing):
+        def __init__(self):
+            super().__init__()
+            self.out = Queue(lambda t: self.seen.append(float(t)))
+        def after_loss(self): self.learn.loss_grad = self.loss_grad*(1+self.pct_train)
+        def after_batch(self):
+            if self.training: self.out.put(self.learn.loss)
+        def after_fit(self): self.out.join()
+    check(Send)
+
+def test_a_thread_that_the_step_waits_for_is_told(monkeypatch):
+    "It holds a lock, for which the step waits"
+    monkeypatch.setattr('fastai_xla.capture.placeholders._longest', .2)
+    said = []
+    class Send(Seeing):
+        def __init__(self):
+            super().__init__()
+            self.lock,self.out = threading.Lock(),Queue(self.read)
+        def read(self, t):
+            try:
+                with self.lock: float(t)
+            except RuntimeError as e: said.append(str(e))
+        def after_loss(self):
+            self.out.put(self.learn.loss)
+            time.sleep(.01)
+            with self.lock: pass
+        def after_fit(self): self.out.q.join()
+    check(Send)
+    assert said and all('the step waits for that thread' in s for s in said)
