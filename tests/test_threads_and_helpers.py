@@ -1,11 +1,11 @@
 "Threads that were there before the fit, files named as modules of Python's, and objects that callbacks hold: as fastai on the CPU"
-import pytest, queue, threading, time
+import importlib, pytest, queue, sys, threading, time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.pool import ThreadPool
 from fastai.vision.all import *
 from fastai_xla.all import *
-from test_carried import Seeing, check
+from test_carried import Seeing, check, mlp
 
 class Queue:
     "Values on their way to a thread that waits for them"
@@ -100,3 +100,41 @@ def test_a_thread_that_the_step_waits_for_is_told(monkeypatch):
         def after_fit(self): self.out.q.join()
     check(Send)
     assert said and all('the step waits for that thread' in s for s in said)
+
+def fit(cbs, replay, metrics=None, opt=SGD, model=mlp, n=2):
+    "A fit in whose step no code is the user's but that of `cbs`: the recorder's losses, metrics, and weights; why steps were not replayed"
+    torch.manual_seed(0)
+    x = torch.randn(96, 6)
+    ds = list(zip(x, (x[:,0] > 0).long()))
+    dls = DataLoaders.from_dsets(ds, ds[:16], bs=8, num_workers=0, shuffle=False)
+    learn = Learner(dls, model(), loss_func=nn.CrossEntropyLoss(), opt_func=opt, cbs=cbs(), metrics=metrics)
+    if replay is not None: learn.to_xla(replay=replay)
+    with learn.no_bar(), learn.no_logging(): learn.fit(n, .1)
+    sd = [t.detach().cpu().float() for t in learn.model.state_dict().values()]
+    return [float(l) for l in learn.recorder.losses],learn.recorder.values,sd,[*learn.xla_opt.replay.fit.plain] if replay else []
+
+def same(cbs, **kwargs):
+    "Replayed as retraced, and as fastai on the CPU"
+    cpu,plain,auto = (fit(cbs, r, **kwargs) for r in (None, False, 'auto'))
+    for want,eps in ((plain, 1e-6), (cpu, 1e-4)):
+        for a,b in zip(auto[:3], want[:3]): test_close(a, b, eps=eps)
+    return auto[3]
+
+_file = '''
+from fastai.callback.core import Callback
+calls = []
+class Weigh(Callback):
+    def before_fit(self): calls.clear()
+    def after_loss(self):
+        calls.append(0)
+        self.learn.loss_grad = self.loss_grad/len(calls)
+'''
+
+@pytest.mark.parametrize('name', ['wave', 'statistics'])
+def test_a_file_of_the_users_has_the_name_of_one_of_pythons(name, tmp_path, monkeypatch):
+    (tmp_path/f'{name}.py').write_text(_file)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    Weigh = importlib.import_module(name).Weigh
+    assert not same(lambda: [Weigh()])
+    monkeypatch.delitem(sys.modules, name)

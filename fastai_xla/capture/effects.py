@@ -8,7 +8,7 @@ Docs: https://fastai-xla.github.io/fastai_xla/api/capture.effects.html.md"""
 __all__ = ['stand_ins', 'is_library', 'no_effects', 'rewrites', 'with_inner', 'functions_in', 'names_in']
 
 # %% ../../nbs/api/05d_capture.effects.ipynb #d28fd169
-import dis, functools, gc, importlib, sys
+import dis, functools, gc, importlib, os, sys
 from collections import deque
 from contextlib import contextmanager
 from itertools import chain
@@ -31,13 +31,18 @@ _changes = set('append appendleft extend extendleft insert remove pop popleft po
 # whose objects do not change, or are looked at elsewhere, or must not be interrupted (locks)
 _values = {'builtins', 'random', 'datetime', 're', 'decimal', 'fractions', '_thread'}
 
-@functools.cache
+_stdlib = os.path.dirname(os.__file__)
+
 def is_library(
     module:str, # Name of a Python module
 ) -> bool:
-    "Is it of Python, torch, fastai or the like, and not the user's own?"
+    "Is it of Python, torch, fastai or the like, and not the user's own, as a `wave.py` beside a notebook is?"
     root = module.partition('.')[0]
-    return root != '__main__' and (root in _libraries or root in sys.stdlib_module_names)
+    if root in sys.stdlib_module_names: return _of_python(getattr(sys.modules.get(root), '__file__', None))
+    return root in _libraries
+
+@functools.cache
+def _of_python(file): return file is None or file.startswith(_stdlib) and 'site-packages' not in file
 
 def _root(o): return (getattr(o, '__module__', None) or '').partition('.')[0]
 def _is_user(frame): return not is_library(frame.f_globals.get('__name__', ''))
