@@ -224,7 +224,7 @@ def leak(layer, n): layer.negative_slope = .1*n
 def set_w(_, n): S.w = 1 + .1*n
 held = dict(hypers=holding(lambda l: l.opt.hypers, set_lr), loss=holding(lambda l: l.loss_func, smooth),
             parameters=holding(lambda l: list(l.model.parameters()), decay), users_loss=holding(lambda l: l.loss_func, focus, Focal),
-            a_global=holding(noop, set_w, lambda: scheduled))
+            a_global=holding(lambda l: set_w(l, 0), set_w, lambda: scheduled))
 
 @pytest.mark.parametrize('name', held)
 def test_several_steps_as_one_and_a_callback_that_holds_a_part_of_them(name): check(held[name], steps_per_execution=4)
