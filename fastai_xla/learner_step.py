@@ -30,7 +30,6 @@ from .compat.core import kept_on_device
 from .compat.learner import keeps_metrics
 from .compat.metrics import *
 from .compat.mixup import mixes
-from .capture.effects import names_in
 from .capture.state import *
 from .capture.values import *
 from .capture.watch import *
@@ -87,6 +86,12 @@ def optimizers(self:LearnerStep) -> list: # The learner's optimizer and those in
     return [opt, opt.opt] if isinstance(opt, (Lookahead, OptimWrapper)) else [opt]
 
 @patch
+def _named_after(self:LearnerStep, cbs):
+    "Names in what their `after_batch` runs, as long as callbacks are the same"
+    if 'names' not in self.acts: self.acts['names'] = {n for cb in cbs for n in names_after(cb)}
+    return self.acts['names']
+
+@patch
 def metrics(self:LearnerStep):
     "The recorder's metrics: those that are sums, those that keep what a batch gives, and others"
     rec = getattr(self.learn, 'recorder', None)
@@ -94,7 +99,7 @@ def metrics(self:LearnerStep):
     if not runs or rec not in self.learn.cbs or not len(self.learn.yb): return [],[],[]
     mets = (rec._train_mets if self.learn.training else rec._valid_mets) if keeps_metrics(rec) else []
     before = lambda what, is_one: [cb for cb in self.acting(what, is_one) if cb.order < rec.order]
-    names = {n for cb in before('a user callback after the batch', ends_batch) for n in names_in(cb.after_batch, type(cb))}
+    names = self._named_after(before('a user callback after the batch', ends_batch))
     # a batch cut short is unheard by the recorder
     late = self.late or before('cuts a batch short', cuts_short) or sees_metrics(names)
     early = [m for m in mets if not (late or names and may_see(m, names))]

@@ -8,11 +8,11 @@ Docs: https://fastai-xla.github.io/fastai_xla/api/reach.html.md"""
 __all__ = ['between_steps', 'reaches_items', 'may_change_step', 'may_draw']
 
 # %% ../nbs/api/06aac_reach.ipynb #3eea34d2
-import dis, sys
+import dis
 from collections import deque
-from functools import cache, partial
+from functools import cache
 from itertools import chain
-from types import FunctionType, MethodType, ModuleType
+from types import ModuleType
 
 import numpy as np
 import torch
@@ -26,43 +26,13 @@ from fastai.optimizer import Optimizer
 from .capture.effects import functions_in, is_library, names_in, with_inner
 from .capture.known import is_known
 from .events import *
+from .events import _functions, _implementations, _is_own, _making, _parts, _walk
 
 # %% ../nbs/api/06aac_reach.ipynb #dd247199
 _names = {'dataset', 'train_ds', 'valid_ds', 'tls', 'after_item'}
 _shares = list, dict, set, deque, np.ndarray, torch.Tensor
-_functions = FunctionType, MethodType, partial   # no other is asked for attributes that it may not have
-_most = 2000   # objects that are looked at
-
-def _parts(o):
-    if isinstance(o, dict): return list(o.values())[:50]
-    if type(o) in (list, tuple, set, deque, L): return list(o)[:10]   # those of `TfmdLists` would be made
-    own = [v for k,v in getattr(o, '__dict__', {}).items() if k != 'learn' and not k.startswith('__')]
-    return [o.__self__, *own] if isinstance(o, MethodType) else own
-
-def _implementations(f): return [m.implementation for m in f.methods] if isinstance(f, Function) else [f]   # by types, as of `encodes`
-
-_making = '__getitem__ __getitems__ __iter__ __call__ encodes create_item create_batch create_batches do_item do_batch sample'.split()
-
-def _code_of(o):
-    "A function, or those of a user's class that makes items, or is called"
-    if isinstance(o, (*_functions, Function)): return _implementations(o)
-    if is_library(type(o).__module__): return []
-    return [g for n in _making if callable(f := getattr(type(o), n, None)) for g in _implementations(f)]
 
 # %% ../nbs/api/06aac_reach.ipynb #dd24719a
-def _walk(roots):
-    "The objects that `roots` hold or name, each with its functions, the names in them and what they may be"
-    todo,seen = [(o, 0) for o in roots],set()
-    while todo and len(seen) < _most:
-        o,depth = todo.pop()
-        if id(o) in seen or isinstance(o, (type, ModuleType, str, bytes, int, float, nn.Module, Learner)) or o is None: continue
-        seen.add(id(o))
-        named = [(f, names_in(f, type(o))) for f in _code_of(o) if depth <= 4]
-        yield o,named
-        if depth > 4: continue
-        new = [] if isinstance(o, (torch.Tensor, np.ndarray, Function)) else _parts(o)
-        todo += [(v, depth+1) for v in (*new, *(o for _,found in named for os in found.values() for o in os))]
-
 def _can_change(o):
     own = hasattr(o, '__dict__') and not isinstance(o, _functions) and not is_library(type(o).__module__)
     return own or isinstance(o, _shares)
@@ -107,8 +77,6 @@ def _own_code(o):
     if isinstance(o, Learner): names += [n for c in cls.__mro__ if not is_library(c.__module__) for n in vars(c) if n != '__init__']
     named = [] if is_library(cls.__module__) else [f for n in names if callable(f := getattr(cls, n, None))]
     return [(g, cls) for f in named for g in _implementations(f)] + [(f, object) for f in kept]
-
-def _is_own(f): return not is_library(getattr(f, '__module__', None) or '')
 
 def _running_in(learn):
     "What may have code of the user's that runs where a batch is done"
@@ -158,31 +126,6 @@ def _names_of_step(learn, cb):
     names = {n for o in os for f,cls in _own_code(o) for n in names_in(f, cls)}
     return names | {k for o in os if not isinstance(o, (Learner, Callback)) for k in getattr(o, '__dict__', {}) if not k.startswith('_')}
 
-# %% ../nbs/api/06aac_reach.ipynb #89a11851
-def _is_users(cls):
-    file = getattr(sys.modules.get(cls.__module__), '__file__', None) or ''
-    return not is_library(cls.__module__) and 'site-packages' not in file
-
-def _methods(o, names):
-    "Functions of the user's that `o` has under one of `names`, in its class or by itself"
-    own = getattr(o, '__dict__', {})
-    fs = [f for n in names if isinstance(f := own.get(n, getattr(type(o), n, None)), _functions)]
-    return [(f, type(o)) for f in fs if _is_own(getattr(f, 'func', f))]
-
-def _after_batch(cb):
-    "What `after_batch` runs, also as methods of objects that the callback holds or names: functions, each with its names; the objects"
-    own = [v for k,v in vars(cb).items() if k != 'learn']
-    todo = [(cb.after_batch, type(cb)), *((v, object) for v in own if isinstance(v, _functions))]
-    found,seen = [],set()
-    while todo:
-        seen.update(todo)
-        found += [o for f,cls in todo for o in functions_in(f, cls)]
-        held = own + [o for _,named in found for os in named.values() for o in os]
-        names = {'__call__', *(n for _,named in found for n in named)}
-        todo = [m for o,_ in _walk(held) if _is_users(type(o)) for m in _methods(o, names)]
-        todo = [m for m in dict.fromkeys(todo) if m not in seen]
-    return found,held
-
 # %% ../nbs/api/06aac_reach.ipynb #89a11852
 def may_change_step(
     learn:Learner, # Learner on an XLA device
@@ -191,7 +134,7 @@ def may_change_step(
 ) -> bool: # Only of a user's callback
     "May `after_batch` look at the model or its optimizer, or change what a step depends on?"
     if not is_user_callback(cb) or not hasattr(cb, 'after_batch'): return False
-    found,held = _after_batch(cb)
+    found,held = run_after(cb)
     if not all(map(_of_step.isdisjoint, (named for _,named in found))): return True
     loss = learn.loss_func
     those = {id(o) for o in (*hypers, learn.model, *learn.model.modules(), loss, getattr(loss, 'func', loss))}
@@ -202,20 +145,14 @@ def may_change_step(
 # %% ../nbs/api/06aac_reach.ipynb #89a11853
 _seeding = set('set_seed manual_seed set_rng_state seed random_seed seed_everything'.split())
 
-def _names_after(cb):
-    res = {}
-    for _,named in _after_batch(cb)[0] if ends_batch(cb) else ():
-        for n,found in named.items(): res.setdefault(n, []).extend(found)
-    return res
-
 # what asks for steps one by one -> does a callback of a learner with such hyper-parameters do so?
 between_steps = {
     "look at the model or its optimizer after each of them, or change what the next one depends on": may_change_step,
     # fastai's own that end the fit do so where the loss is NaN, or put the weights back
     "end the batch, the epoch or the fit after each of them, with those after it done": lambda learn, cb, hypers:
-        may_raise(cb, _names_after(cb)) if ends_batch(cb) else cuts_short(cb),
-    "look at the recorder's metrics after each of them, or predict": lambda learn, cb, hypers: sees_metrics(_names_after(cb).keys()),
-    "seed random numbers after each of them": lambda learn, cb, hypers: not _seeding.isdisjoint(_names_after(cb))}
+        may_raise(cb, names_after(cb)) if ends_batch(cb) else cuts_short(cb),
+    "look at the recorder's metrics after each of them, or predict": lambda learn, cb, hypers: sees_metrics(names_after(cb).keys()),
+    "seed random numbers after each of them": lambda learn, cb, hypers: not _seeding.isdisjoint(names_after(cb))}
 
 # %% ../nbs/api/06aac_reach.ipynb #89a1184f
 _draws = {*'''random randrange randint uniform gauss choice choices sample shuffle rand randn normal permutation randperm beta betavariate

@@ -138,3 +138,31 @@ def test_a_file_of_the_users_has_the_name_of_one_of_pythons(name, tmp_path, monk
     Weigh = importlib.import_module(name).Weigh
     assert not same(lambda: [Weigh()])
     monkeypatch.delitem(sys.modules, name)
+
+class Ends:
+    "A helper whose method ends the training of an epoch"
+    how = CancelTrainException
+    def __init__(self): self.n,self.kept = 0,CancelTrainException()
+    def by_name(self, learn):
+        self.n += 1
+        if self.n % 7 == 0: raise CancelTrainException()
+    def kept_one(self, learn):
+        self.n += 1
+        if self.n % 7 == 0: raise self.kept
+    def of_the_class(self, learn):
+        self.n += 1
+        if self.n % 7 == 0: raise self.how
+
+@pytest.mark.parametrize('own', [False, True])
+@pytest.mark.parametrize('way', ['by_name', 'kept_one', 'of_the_class'])
+def test_a_helper_ends_a_batch_and_the_epoch(way, own):
+    "The recorder does not hear of it"
+    class Looks(Callback):
+        order = -5
+        def __init__(self): self.helper = Ends()
+    Looks.after_batch = dict(by_name=lambda cb: cb.training and cb.helper.by_name(cb.learn),
+                             kept_one=lambda cb: cb.training and cb.helper.kept_one(cb.learn),
+                             of_the_class=lambda cb: cb.training and cb.helper.of_the_class(cb.learn))[way]
+    class Own(Callback):
+        def after_loss(self): self.learn.loss_grad = self.loss_grad*(1+self.pct_train)
+    same(lambda: [Looks()] + [Own()]*own, metrics=accuracy)
