@@ -6,12 +6,12 @@ Docs: https://fastai-xla.github.io/fastai_xla/api/events.html.md"""
 
 # %% auto #0
 __all__ = ['in_step', 'outside_step', 'of_batches', 'cancels', 'hears_all', 'acts', 'is_user_callback', 'may_raise', 'ends_batch',
-           'run_after', 'names_after', 'cuts_short', 'sees_metrics', 'may_see']
+           'run_after', 'names_after', 'cuts_short', 'reads_grads', 'sees_metrics', 'may_see']
 
 # %% ../nbs/api/06a_events.ipynb #48c937e5
 import sys
 from collections import deque
-from functools import partial
+from functools import cache, partial
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType, NoneType
 
 import numpy as np
@@ -157,6 +157,21 @@ def cuts_short(
     f = vars(cb).get('after_batch', getattr(type(cb), 'after_batch', None))
     if is_user_callback(cb) and rewrites(f, {'loss', 'pred', 'y', 'yb'}): return True
     return may_raise(cb, names_after(cb) if ends_batch(cb) else names_in(f, type(cb)), cancels[:-1])
+
+# %% ../nbs/api/06a_events.ipynb #5e1a0c06
+def _says_grad(f):
+    "Does the code of `f`, a user's function, or of another that it names, say `.grad`?"
+    return not is_library(getattr(f, '__module__', None) or '') and 'grad' in names_in(f)
+
+@cache
+def _class_reads_grads(cls): return any(_says_grad(f) for c in cls.__mro__ for f in vars(c).values())
+def reads_grads(
+    cb, # Callback
+) -> bool:
+    "Does its code, or that of an object of the user's that it holds or names, say `.grad`?"
+    if _class_reads_grads(type(cb)) or any(map(_says_grad, vars(cb).values())): return True
+    held = [*(v for k,v in vars(cb).items() if k != 'learn'), *vars(type(cb)).values()]
+    return is_user_callback(cb) and any(_class_reads_grads(type(o)) for o,_ in _walk(held) if _is_users(type(o)))
 
 # %% ../nbs/api/06a_events.ipynb #679e291a
 def sees_metrics(

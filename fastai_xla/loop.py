@@ -10,7 +10,7 @@ __all__ = []
 # %% ../nbs/api/06c_loop.ipynb #6d6b2001
 import warnings
 from contextlib import nullcontext
-from functools import cache, partial
+from functools import partial
 
 from fastcore.all import *
 from fastai.callback.core import *
@@ -23,7 +23,6 @@ from .compat.metrics import on_host
 from .compat.mixup import mixes
 from .compat.optimizer import zeros_shown
 from .data import RawBatch, feed, feedable, in_groups, in_turn
-from .capture.effects import is_library, names_in
 from .capture.values import *
 from .capture.patches import looked_at, set_aside, watched
 from .events import *
@@ -172,13 +171,12 @@ def _count_unseen(learn, r):
     r.fit.plain[why] += 1
 
 # %% ../nbs/api/06c_loop.ipynb #5b1f09ac
-def _says_grad(f):
-    "Does the code of `f`, a user's function, or of another that it names, say `.grad`?"
-    return not is_library(getattr(f, '__module__', None) or '') and 'grad' in names_in(f)
-
-@cache
-def _class_reads_grads(cls): return any(_says_grad(f) for c in cls.__mro__ for f in vars(c).values())
-def _reads_grads(cb): return _class_reads_grads(type(cb)) or any(map(_says_grad, vars(cb).values()))
+def _reading(learn, cbs):
+    "Those of `cbs` that do, as of their first event"
+    known = vars(learn.xla_opt).setdefault('reads_grads', {})
+    for cb in cbs:
+        if id(cb) not in known: known[id(cb)] = reads_grads(cb)
+    return [cb for cb in cbs if known[id(cb)]]
 
 # %% ../nbs/api/06c_loop.ipynb #5b1f09b0
 def _others(learn): return getattr(learn.__dict__.get('replayed'), 'others', ())
@@ -203,12 +201,13 @@ def __call__(self:Learner, event_name):
 def _call_one(self:Learner, event_name):
     if 'xla_opt' not in self.__dict__: return self._under__call_one(event_name)
     if theirs(Learner, '_call_one'):
-        with zeros_shown(self.model.parameters() if any(map(_reads_grads, self.cbs)) else ()): return self._under__call_one(event_name)
+        with zeros_shown(self.model.parameters() if _reading(self, self.cbs) else ()): return self._under__call_one(event_name)
     if not hasattr(event, event_name): raise Exception(f'missing {event_name}')
     r = _replay(self)
     step = r.step if r else None
     cbs = ordered(self) if step is None or event_name == 'after_fit' else list(step.acting(event_name))
-    reading = list(filter(_reads_grads, cbs)) if step is None else step.acting('reads gradients', _reads_grads)
+    if event_name == 'before_fit': vars(self.xla_opt).pop('reads_grads', None)
+    reading = _reading(self, cbs) if step is None else step.acting('reads gradients', reads_grads)
     around = _around(r, cbs, event_name)
     for cb in cbs:
         # `Replay` does that after the batch transforms

@@ -166,3 +166,26 @@ def test_a_helper_ends_a_batch_and_the_epoch(way, own):
     class Own(Callback):
         def after_loss(self): self.learn.loss_grad = self.loss_grad*(1+self.pct_train)
     same(lambda: [Looks()] + [Own()]*own, metrics=accuracy)
+
+class Norms:
+    "A helper whose method reads gradients"
+    def __init__(self): self.seen = []
+    def look(self, learn): self.seen.append(sum(-1. if p.grad is None else p.grad.abs().sum().detach() for p in learn.model.parameters()))
+norms = Norms()
+
+@pytest.mark.parametrize('replay', [False, 'auto'])
+@pytest.mark.parametrize('held', [True, False])
+def test_a_helper_reads_gradients(held, replay):
+    "Before the backward pass they are zeros, as on the CPU"
+    class Looks(Callback):
+        def before_fit(self):
+            norms.seen.clear()
+            if held: self.norms = norms
+        def after_batch(self): pass
+    def own(cb): cb.norms.look(cb.learn)
+    def named(cb): norms.look(cb.learn)
+    Looks.after_pred = own if held else named
+    def seen(replay):
+        fit(lambda: [Looks()], replay)
+        return [float(v) for v in norms.seen]
+    test_close(seen(replay), seen(None), eps=1e-4)
