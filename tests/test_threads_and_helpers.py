@@ -189,3 +189,31 @@ def test_a_helper_reads_gradients(held, replay):
         fit(lambda: [Looks()], replay)
         return [float(v) for v in norms.seen]
     test_close(seen(replay), seen(None), eps=1e-4)
+
+class Own(Callback):
+    "With it the user's code runs at every step"
+    def after_loss(self): self.learn.loss_grad = self.loss_grad*(1+self.pct_train)
+
+@pytest.mark.parametrize('own', [False, True])
+@pytest.mark.filterwarnings('ignore')
+def test_a_tensor_in_a_partial_is_changed_between_batches(own):
+    t = torch.tensor(1.)
+    class Less(Callback):
+        def before_fit(self): t.fill_(1.)
+        def after_batch(self):
+            if self.training: t.mul_(.9)
+    why = same(lambda: [Less()] + [Own()]*own, model=lambda: nn.Sequential(mlp(), Lambda(partial(torch.mul, other=t))))
+    assert not (own and why)
+
+class Spectrum(nn.Module):
+    def forward(self, x): return torch.fft.irfft(torch.fft.rfft(x))
+
+def test_there_and_back_by_a_spectrum():
+    same(list, model=lambda: nn.Sequential(nn.Linear(6, 6), Spectrum(), nn.Linear(6, 2)))
+
+@pytest.mark.parametrize('own', [False, True])
+def test_a_tensor_of_the_cpu_in_the_place_of_a_buffer(own):
+    class Sets(Callback):
+        def after_batch(self):
+            if self.training and self.train_iter in (3, 9): self.model[1].num_batches_tracked = torch.tensor(5)
+    same(lambda: [Sets()] + [Own()]*own, model=lambda: nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 2)))

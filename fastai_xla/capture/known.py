@@ -179,7 +179,8 @@ def with_tensors(self:KnownModule,
 # %% ../../nbs/api/05j_capture.known.ipynb #f1414961
 def _keeps(v):
     "May what a module holds have tensors of its own, as a hook has the activations that it stores?"
-    if isinstance(v, (nn.Module, FunctionType, BuiltinFunctionType, MethodType, type, partial)): return False
+    if isinstance(v, partial): return holds_tensors([*v.args, *v.keywords.values()])
+    if isinstance(v, (nn.Module, FunctionType, BuiltinFunctionType, MethodType, type)): return False
     return hasattr(v, '__dict__') if not isinstance(v, (list, tuple, dict, L)) else holds_tensors(list(v) if isinstance(v, L) else v)
 
 @functools.cache

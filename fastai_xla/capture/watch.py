@@ -101,7 +101,9 @@ def now(self:Watch) -> tuple: # Objects, to be compared by identity, and values
     objs,vals = [d[k] for d,k in (*self.objects, *self.host)],[_type(d[k]) for d,k in self.user]
     vals += [d[k] for d,k in self.values] + [content(d[k]) for d,k in self.host]
     for d in self.children: objs += d.values()
-    for d in self.buffers: objs += map(type, d.values())   # a step may replace one; none is another matter
+    for d in self.buffers:
+        objs += map(type, d.values())   # a step may replace one; none is another matter
+        vals += [isinstance(b, torch.Tensor) and b.is_xla for b in d.values()]
     for d in self.dicts: objs += map(d.get, _tables)   # a scripted module has them elsewhere
     objs += [getattr(c, 'forward', None) for c in self.classes]   # a scripted module's class has none
     objs += self.code.now()
