@@ -2,6 +2,7 @@
 import importlib, pytest, queue, sys, threading, time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from multiprocessing.pool import ThreadPool
 from fastai.vision.all import *
 from fastai_xla.all import *
@@ -13,7 +14,8 @@ class Queue:
         self.q = queue.Queue()
         def work():
             while True:
-                read(self.q.get())
+                o = self.q.get()
+                with suppress(Exception): read(o)   # what is not read is missed later
                 self.q.task_done()
         threading.Thread(target=work, daemon=True).start()
     def put(self, o): self.q.put(o)

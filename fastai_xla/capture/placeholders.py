@@ -51,6 +51,7 @@ class Later(T):
     def real(self):
         "The value, once it is there"
         t = self.log()._value_of(self)
+        if not torch._is_functional_tensor(t): return t
         torch._sync(t)
         return torch._from_functional_tensor(t)
 
