@@ -36,7 +36,7 @@ def drew(
 ) -> list: # Names of libraries
     "Who has drawn on the host since then?"
     (py,npy,tch),(py2,npy2,tch2) = states,host_rng()
-    same = dict(random=py == py2, numpy=npy[2] == npy2[2] and (npy[1] == npy2[1]).all(), torch=torch.equal(tch, tch2))
+    same = dict(random=py == py2, numpy=npy[2:] == npy2[2:] and (npy[1] == npy2[1]).all(), torch=torch.equal(tch, tch2))
     return [n for n,o in same.items() if not o]
 
 _here = threading.local()   # a dataset may draw in another thread

@@ -120,6 +120,11 @@ def _methods(o, names):
     fs = [f for n in names if isinstance(f := own.get(n, getattr(type(o), n, None)), _functions)]
     return [(f, type(o)) for f in fs if _is_own(getattr(f, 'func', f))]
 
+def _to_run(o, names):
+    "Functions of the user's that `o` is, or has under one of `names`"
+    if isinstance(o, _functions): return [(o, object)] if _is_own(getattr(o, 'func', o)) else []
+    return _methods(o, names) if _is_users(type(o)) else []
+
 def run_after(
     cb, # Callback with an `after_batch`
 ) -> tuple: # Functions, each with the names in it; what the callback holds or they name
@@ -132,7 +137,7 @@ def run_after(
         found += [o for f,cls in todo for o in functions_in(f, cls)]
         held = own + [o for _,named in found for os in named.values() for o in os]
         names = {'__call__', *(n for _,named in found for n in named)}
-        todo = [m for o,_ in _walk(held) if _is_users(type(o)) for m in _methods(o, names)]
+        todo = [m for o,_ in _walk(held) for m in _to_run(o, names)]
         todo = [m for m in dict.fromkeys(todo) if m not in seen]
     return found,held
 
@@ -142,8 +147,8 @@ def names_after(
     "Names in the code that the `after_batch` of a user's callback runs"
     res = {}
     found,held = run_after(cb) if ends_batch(cb) else ((), ())
-    for _,named in found:
-        for n,os in named.items(): res.setdefault(n, []).extend(os)
+    for f,named in found:
+        for n,os in [*named.items(), (f.__name__, ())]: res.setdefault(n, []).extend(os)
     for o,_ in _walk(held):   # as an exception that a helper keeps
         if _is_users(type(o)):
             for n in res.keys() & vars(o).keys(): res[n].append(vars(o)[n])

@@ -14,24 +14,21 @@ from functools import partial
 
 from fastcore.all import *
 from fastai.callback.core import *
-from fastai.callback.fp16 import MixedPrecision
-from fastai.data.core import TfmdDL
 from fastai.learner import Learner, CastToTensor, Recorder
 
 from .compat.learner import keeps_metrics, no_inference_mode
 from .compat.metrics import on_host
 from .compat.mixup import mixes
 from .compat.optimizer import zeros_shown
-from .data import RawBatch, feed, feedable, in_groups, in_turn
+from .data import RawBatch, feed, feedable, in_groups
 from .capture.values import *
 from .capture.patches import looked_at, set_aside, watched
 from .events import *
 from .learner_step import *
-from .learner_step import _looks
 from .replay import *
 from .logged import *
 from .unknown import in_place
-from .reach import *
+from .several import *
 from .patching import patch, theirs
 
 # %% ../nbs/api/06c_loop.ipynb #acbdef69
@@ -45,8 +42,7 @@ def _own(learn): return type(learn)._set_device.__module__ == 'fastai.learner'  
 def _unfolded(learn):
     "Do others call the callbacks, which would mix a batch before its transforms; or has fastai yet to count the batch's inputs?"
     if type(learn)._call_one is not _here or theirs(Learner, '_call_one'): return True
-    dl = getattr(learn.dls, 'train', None)
-    return isinstance(dl, TfmdDL) and len(dl.after_batch.fs) > 0 and not hasattr(dl.dataset, 'n_inp') and not hasattr(dl, '_n_inp')
+    return uncounted(learn) and len(learn.dls.train.after_batch.fs) > 0
 
 # %% ../nbs/api/06c_loop.ipynb #acbdef6a
 _of_batch = {*'_split _with_events _do_one_batch'.split()}
@@ -70,9 +66,11 @@ def _replaced(learn):
 def all_batches(self:Learner):
     "Train or evaluate `self.model` on all the batches of `self.dl`"
     mode = no_inference_mode() if 'xla_opt' in self.__dict__ else nullcontext()
-    if 'xla_opt' in self.__dict__ and feedable(self.dl):
-        (in_turn.add if reaches_items(self) or may_draw(self.dl) else in_turn.discard)(self.dl)
+    order = Order(self) if 'xla_opt' in self.__dict__ and feedable(self.dl) else None
+    if r := _replay(self): r.order = order
     with mode, set_aside('another learner runs within the step'): _all_batches(self)
+
+def _as_one(self, r): return 1 if _replaced(self) else r.as_one()
 
 def _all_batches(self):
     if _replay(self) is None or not feedable(self.dl) or not _own(self): return self._under_all_batches()
@@ -80,17 +78,22 @@ def _all_batches(self):
     r.looping,methods,log = True,None,None
     r.passes += self.xla_opt.fitting   # a prediction is not audited each time
     try:
-        for raws in in_groups(feed(self.dl, r.n_steps), r.n_steps):
+        for raws in in_groups(feed(self.dl, r.n_steps), partial(_as_one, self, r)):
             if (now := r.methods(methods)) != methods:   # of the first batch, or a callback has put others in their place
                 methods,other = now,_replaced(self)
                 log = None if other else log or r.log_of()
-            if log: self._logged_batches(log, i, raws)
-            elif other or len(raws) == 1 or len(raws) < r.n_steps or _unfolded(self) or not r.several(i, raws):
-                for j,b in enumerate(raws):
-                    other = _replaced(self) if j else other
-                    (partial(_by, other) if other else _one_batch)(self, i+j, b)
+            with r.noting_draws(): _batches(self, log, other, i, raws)
             i += len(raws)
     finally: r.looping = r.step.batch.quiet = False
+
+def _batches(learn, log, other, i, raws):
+    "Batches, of which more than one are to be done as one"
+    r = _replay(learn)
+    if log: return learn._logged_batches(log, i, raws)
+    if not other and 1 < len(raws) == r.n_steps and not _unfolded(learn) and r.several(i, raws): return
+    for j,b in enumerate(raws):
+        other = _replaced(learn) if j else other
+        (partial(_by, other) if other else _one_batch)(learn, i+j, b)
 
 # %% ../nbs/api/06c_loop.ipynb #acbdef70
 @patch
@@ -216,79 +219,3 @@ def _call_one(self:Learner, event_name):
             r.fit.reads.run(cb, event_name) if cb in around else cb(event_name)
 
 _here = Learner._call_one
-
-# %% ../nbs/api/06c_loop.ipynb #4d6803de
-@patch
-def _hold(self:Replay):
-    "The hyper-parameters as they are now"
-    return {(i, k): get_number(h, k) for i,h in enumerate(hypers_of(self.step.optimizers())) for k in number_keys(h)}
-
-@patch
-def _before_each(self:Replay, i, raws):
-    "`before_batch` of several batches, and the hyper-parameters it sets for each"
-    learn,held = self.learn,[]
-    start = {k: getattr(learn, k, None) for k in ('pct_train', 'train_iter')}
-    learn.iter = i
-    for j,b in enumerate(raws):
-        if j: next_batch(learn)
-        learn._split(b.raw)
-        for cb in self.step.acting('before_batch'):
-            if not isinstance(cb, (MixedPrecision, CastToTensor)) and not mixes(cb): cb('before_batch')
-        held.append(self._hold())
-    learn.__dict__.update(start, iter=i)
-    return held
-
-# %% ../nbs/api/06c_loop.ipynb #a5941d58
-@patch
-def _singly(self:Replay) -> str:
-    "Why steps cannot be recorded as one; empty if they may be"
-    step = self.step
-    other = in_place(self.learn, '_do_one_batch')
-    if other: return f"{other} runs in the place of fastai's; without `steps_per_execution` it is replayed"
-    if not step.folds(): return f"{names_of(step.acting('looks at the batch', _looks))} looks at each batch before its step"
-    for what,does in between_steps.items():
-        cbs = step.acting(what, lambda cb: does(self.learn, cb, hypers_of(step.optimizers())))
-        if cbs: return f"{names_of(cbs)} may {what}"
-    return "the step changes an object that a callback, the loss or a layer keeps" if step.held_helpers() else ''
-
-@patch
-def _tell_singly(self:Replay, why) -> bool: # Is there a reason?
-    fit = self.fit
-    if why and not fit.singly: warnings.warn(f"`steps_per_execution={self.n_steps}`: the steps of this fit run one by one, as {why}.")
-    fit.singly = fit.singly or bool(why)
-    return bool(why)
-
-# %% ../nbs/api/06c_loop.ipynb #a5941d57
-@patch
-def several(self:Replay,
-    i:int, # Number of the first batch
-    raws:list, # Batches, as `RawBatch`
-) -> bool: # Have they been done?
-    "Do several batches as one"
-    learn,step = self.learn,self.step
-    if self.fit.failed[learn.training] >= 4 or self._tell_singly(self._singly()): return False
-    b = self.begin()
-    b.raws = raws
-    held = self._before_each(i, raws)
-    self._set_hypers(held[0])
-    b.later = step.laters.setdefault(len(raws), [])   # a recording goes on looking there
-    b.later[:] = held[1:]
-    if not self.do_batch():
-        kind = self.kinds.kind
-        self._tell_singly(kind if isinstance(kind, str) else '')
-        self.leave_autocast()   # one by one they enter it themselves
-        return False
-    for j in range(len(raws)):
-        learn.iter,learn.xla_opt.ran = i+j,True
-        now = self._hold()
-        # what a callback sets in `after_batch` stays
-        self._set_hypers({k: v for k,v in held[j].items() if not j or now.get(k) == held[j-1].get(k)})
-        self.take(j)
-        self.learn('after_batch')
-    b.open,learn.replayed = False,None
-    return True
-
-@patch
-def _set_hypers(self:Replay, values):
-    hypers = hypers_of(self.step.optimizers())
-    for (i,k),v in values.items(): put_number(hypers[i], k, v)

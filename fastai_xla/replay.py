@@ -40,6 +40,7 @@ class Replay(Recordings):
     ):
         super().__init__(learn, warn)
         self.n_steps,self.stream = n_steps,Stream()
+        self.order = None   # `Order` of the pass over a DataLoader
         self.looping = False   # in fastai's loop, where nobody's code runs between two batches but callbacks'
 
     def __reduce__(self): return Replay, (self.learn, self.n_steps, self.reasons.warn)   # a copy of the learner records for itself

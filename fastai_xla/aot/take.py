@@ -157,7 +157,7 @@ class _Take(Callback):
         self.size = _size(raws[0].raw)
         for self.second,some in enumerate((raws[:self.steps], raws[self.steps:])):
             self.roles,self.traced,self.ran = _roles(learn, [o.raw for o in some]),False,n_executions()
-            if self.steps == 1 or not r.several(0, some): learn.one_batch(0, some[0] if r else some[0].batch())
+            if self.steps == 1 or r.singly() or not r.several(0, some): learn.one_batch(0, some[0] if r else some[0].batch())
 
 # %% ../../nbs/api/09e_aot.take.ipynb #b47ca614
 def _size(raw): return next((len(t) for t in _xla_tensors(raw, []) if t.dim()), 0)

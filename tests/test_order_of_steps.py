@@ -1,0 +1,114 @@
+"""What is drawn, read, changed and kept between steps comes in the order of fastai on the CPU
+
+With several steps as one as with single ones; or the steps run one by one, with a warning"""
+import pytest
+from test_several_unseen import *
+
+class Items:
+    "Items that depend on a number, a list and an array, and on what is drawn"
+    def __init__(self, xy, noise=None): self.xy,self.noise,self.d,self.w,self.ws = xy,noise,1.,[1.],np.ones(3)
+    def __len__(self): return len(self.xy)
+    def __getitem__(self, i):
+        x,y = self.xy[i]
+        x = x*self.d*self.w[0]*self.ws[0].item()
+        return x*(1+self.noise()) if self.noise else x,y
+    def set_difficulty(self, d): self.d = d
+
+def of_torch(): return torch.rand(1).item()
+draws = dict(random=random.random, numpy=np.random.rand, torch=of_torch)
+
+def loaders(draw=None, **kwargs):
+    xy = items()
+    return DataLoaders.from_dsets(Items(xy[:160], draw), Items(xy[160:], draw), bs=16, num_workers=0, **kwargs)
+
+def left(make, n=2, **to):
+    "What a fit of `make()` leaves, on the CPU without `to`, and why steps have been run one by one"
+    for seed in (torch.manual_seed, np.random.seed, random.seed, manual_seed): seed(3)
+    learn,see = make()
+    if to: learn.to_xla(**to)
+    with warnings.catch_warnings(record=True) as told, learn.no_bar(), learn.no_logging():
+        warnings.simplefilter('always')
+        learn.fit(n, 1e-2)
+    told = [str(w.message) for w in told]
+    assert not [s for s in told if 'read ahead' in s], told
+    return ([float(o) for o in learn.recorder.losses], list(host(learn.model.state_dict()).values()), host(see(learn)),
+            draw_next()), [s for s in told if 'run one by one' in s]
+
+def draw_next(): return random.random(),float(np.random.rand()),float(torch.rand(1))
+
+def in_order(make, why, k=3, n=2):
+    "The same losses, weights, draws and what is seen on the CPU, with single steps and with `k` as one; those one by one for the reason `why`"
+    (cpu,_),(one,_),(several,told) = left(make, n),left(make, n, steps_per_execution=1),left(make, n, steps_per_execution=k)
+    for a,b,c in zip(*map(leaves, (cpu, one, several)), strict=True):
+        torch.testing.assert_close(*map(torch.as_tensor, (c, b)), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(*map(torch.as_tensor, (c, a)), rtol=1e-3, atol=1e-4, check_dtype=False)
+    assert len(told) == bool(why) and (why or '') in ''.join(told), told
+
+def learner(dls=data, loss_func=F.mse_loss, see=lambda learn: [], model=None, **kwargs):
+    m = model() if model else nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+    return Learner(dls(), m, loss_func=loss_func, **kwargs),see
+
+class After(Callback):
+    "After each batch of training"
+    def __init__(self, f): self.f = f
+    def after_batch(self):
+        if self.training: self.f(self.learn)
+
+# --- items that a callback changes
+
+def by(learn): return .9**learn.train_iter
+def an_attribute(learn): learn.dls.train_ds.d = by(learn)
+def a_list(learn): learn.dls.train_ds.w[0] = by(learn)
+def in_an_array(learn): learn.dls.train_ds.ws *= .9
+def by_a_method(learn): learn.dls.train_ds.set_difficulty(by(learn))
+def by_its_name(learn): getattr(learn.dls, 'train_' + 'ds').set_difficulty(by(learn))
+
+class Curriculum:
+    def __init__(self): self.schedules = dict(a=lambda learn: by_a_method(learn))
+    def __call__(self, learn): self.schedules['a'](learn)
+
+@pytest.mark.parametrize('f', [an_attribute, a_list, in_an_array, by_a_method, by_its_name, Curriculum()])
+def test_a_callback_changes_items(f):
+    in_order(lambda: learner(loaders, cbs=After(f)), 'may look at the items of its DataLoader, or change them')
+
+# --- draws of items and of others from one stream
+
+class Sees(Callback):
+    def __init__(self, draw): self.draw,self.seen = draw,[]
+    def after_batch(self): self.seen.append(self.draw())
+
+@pytest.mark.parametrize('name', draws)
+def test_items_and_a_callback_draw_by_turns(name):
+    def make(): return learner(partial(loaders, draws[name]), cbs=Sees(draws[name]), see=lambda l: l.sees.seen)
+    in_order(make, 'draw random numbers after each of them')
+
+def collated(b): return torch.stack([x for x,_ in b])*(1+random.random()),torch.stack([y for _,y in b])
+def collating():
+    dls = data()
+    for dl in dls.loaders: dl.create_batch = collated
+    return dls
+
+def test_collating_and_a_callback_draw_by_turns():
+    in_order(lambda: learner(collating, cbs=After(lambda learn: random.random())), 'After')
+
+def test_steps_that_run_one_by_one_have_nothing_read_ahead():
+    "For another reason: the callback sets what the next step depends on"
+    def jitter(learn): learn.opt.set_hyper('lr', 1e-2*(1+random.random()))
+    in_order(lambda: learner(partial(loaders, random.random), cbs=After(jitter)), 'may look at the model or its optimizer')
+
+def test_items_and_mixup_draw_by_turns():
+    in_order(lambda: learner(partial(loaders, of_torch), cbs=MixUp()), 'its steps or callbacks draw random numbers')
+
+@pytest.mark.parametrize('make', [lambda: learner(partial(loaders, of_torch)),   # fastai counts inputs by an item more, which draws
+                                  lambda: learner(partial(loaders, random.random), cbs=MixUp()),   # from another stream
+                                  lambda: learner(loaders, cbs=Sees(random.random), see=lambda l: l.sees.seen)], ids=['items', 'mixup', 'callback'])
+def test_who_draws_alone_does_not_ask_for_single_steps(make): in_order(make, None)
+
+def test_executions_where_items_draw():
+    "The first batch of training is alone, as is that of validation, which has two; then three are one"
+    learn,_ = learner(partial(loaders, random.random))
+    learn.to_xla(steps_per_execution=3)
+    with learn.no_bar(), learn.no_logging():
+        learn.fit(1, 1e-2)
+        with count_xla() as c: learn.fit(2, 1e-2)
+    assert c.executions == (1 + 3 + 2) + (3 + 1 + 2)
