@@ -57,6 +57,7 @@ class Fit:
         self.failed = {True: 0, False: 0}   # training? -> kinds of batches refused since one was recorded
         self.reason = ''   # why the last batch that was not replayed was not
         self.draws = {}   # training? -> libraries of whose random numbers steps that may be one have drawn
+        self.late = ''   # why steps are not run as one, as was found when some had been
         self.singly = False   # has it been told why steps are not run as one?
         self.shared = False   # does somebody hold an alias of a parameter?
 

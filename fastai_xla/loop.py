@@ -67,8 +67,8 @@ def all_batches(self:Learner):
     "Train or evaluate `self.model` on all the batches of `self.dl`"
     mode = no_inference_mode() if 'xla_opt' in self.__dict__ else nullcontext()
     order = Order(self) if 'xla_opt' in self.__dict__ and feedable(self.dl) else None
-    if r := _replay(self): r.order = order
-    with mode, set_aside('another learner runs within the step'): _all_batches(self)
+    with mode, set_aside('another learner runs within the step'), r.within(order) if (r := _replay(self)) else nullcontext():
+        _all_batches(self)
 
 def _as_one(self, r): return 1 if _replaced(self) else r.as_one()
 

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 from fastcore.all import *
 from fastai.callback.core import *
 from fastai.learner import Learner
@@ -95,9 +96,9 @@ def _tracer(self:Recordings, left, ends):
         try:
             res,end = step.trace(j)
             ends[j] = end
-            new = {at: o for at,o in self._attrs().items() if at not in was or was[at][2] != o[2]}
+            new = {at: o for at,o in self._attrs().items() if o[2] and _is_new(o, was.get(at))}
             left[j] = [(d, k) for (_,k),(d,*_) in new.items()]
-            return res | dict(left=[v for _,v,_ in new.values()])
+            return res | dict(left=[pytree.tree_unflatten(*flatten(v)) for _,v,_ in new.values()])   # what a list holds now
         finally:
             for d,was in parts:   # else they would hold draws that are never computed
                 d.clear()
@@ -123,15 +124,32 @@ def _record(self:Recordings, inputs):
 # %% ../nbs/api/06ab_recordings.ipynb #7c66ccdb
 @patch
 def _attrs(self:Recordings):
-    "(id of a `__dict__`, name) -> that, value, ids of the tensors in it: what callbacks, the loss and layers keep, if steps are several"
+    """(id of a `__dict__`, name) -> that, value, ids of the tensors in it: what callbacks, the loss and layers keep, if steps are several
+
+    So it is for lists and dicts in their attributes, by what they hold"""
     step = self.step
     if not step.batch.later: return {}
     loss = getattr(self.learn.loss_func, '__self__', self.learn.loss_func)
     holders = loss,*step.parts.actors,*(m for o in step.modules() for m in o.modules())
-    dicts = {id(vars(o)): vars(o) for o in holders if hasattr(o, '__dict__')}
+    dicts = {}
+    for o in holders: _add_kept(getattr(o, '__dict__', {}), dicts)
     found = [(i, d, k, v, [t for t in flatten(v)[0] if isinstance(t, torch.Tensor) and is_xla(t)]) for i,d in dicts.items()
-             for k,v in d.items() if k not in _base_attrs and isinstance(v, (torch.Tensor, list, tuple, dict))]
-    return {(i, k): (d, v, list(map(id, ts))) for i,d,k,v,ts in found if ts}
+             for k,v in _items(d) if isinstance(v, (torch.Tensor, list, tuple, dict))]
+    return {(i, k): (d, v, list(map(id, ts))) for i,d,k,v,ts in found}
+
+def _items(d): return list(enumerate(d)) if type(d) is list else [(k, v) for k,v in d.items() if k not in _base_attrs]
+
+def _add_kept(d, dicts):
+    "Add `d`, a dict or list, and those in it"
+    if id(d) in dicts: return
+    dicts[id(d)] = d
+    for _,v in _items(d):
+        if type(v) in (list, dict): _add_kept(v, dicts)
+
+def _is_new(now, was):
+    "Is what stands in a place another than before the step? What has come into a list or dict stands there"
+    if was is None: return True
+    return now[2] != was[2] and not (type(now[1]) in (list, dict) and now[1] is was[1])
 
 # %% ../nbs/api/06ab_recordings.ipynb #d4db8292
 @patch

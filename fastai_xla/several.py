@@ -38,6 +38,14 @@ class Order:
         self.reached,self.draws = reaches_items(learn),may_draw(learn.dl)
         (in_turn.add if self.reached or self.draws else in_turn.discard)(learn.dl)
 
+@patch
+@contextmanager
+def within(self:Replay, order):
+    "A pass over a DataLoader, maybe within another one"
+    was,self.order = self.order,order
+    try: yield
+    finally: self.order = was
+
 def uncounted(
     learn:Learner, # Any learner
 ) -> bool:
@@ -50,6 +58,7 @@ def uncounted(
 def _singly(self:Replay) -> str:
     "Why steps cannot be recorded as one; empty if they may be"
     step = self.step
+    if self.fit.late: return self.fit.late
     other = in_place(self.learn, '_do_one_batch')
     if other: return f"{other} runs in the place of fastai's; without `steps_per_execution` it is replayed"
     if not step.folds(): return f"{names_of(step.acting('looks at the batch', _looks))} looks at each batch before its step"
@@ -147,6 +156,7 @@ def several(self:Replay,
         self._tell_singly(kind if isinstance(kind, str) else '')
         self.leave_autocast()   # one by one they enter it themselves
         return False
+    methods = self.methods()
     for j in range(len(raws)):
         learn.iter,learn.xla_opt.ran = i+j,True
         now = self._hold()
@@ -154,8 +164,17 @@ def several(self:Replay,
         self._set_hypers({k: v for k,v in held[j].items() if not j or now.get(k) == held[j-1].get(k)})
         self.take(j)
         self.learn('after_batch')
+        self._look_between(b, methods)
     b.open,learn.replayed = False,None
     return True
+
+@patch
+def _look_between(self:Replay, b, methods):
+    "Tell what `after_batch` has done where the steps after it have run already"
+    why = "a callback has run batches" if self.step.batch is not b else "a callback has replaced a method of the learner or its optimizer"
+    if self.step.batch is b and self.methods(methods) == methods: return
+    self.step.batch,self.fit.late = b,f"{why} after a batch, which those that had been run with it could not see"
+    self._tell_singly(self.fit.late)
 
 @patch
 def _set_hypers(self:Replay, values):

@@ -36,10 +36,11 @@ def left(make, n=2, **to):
 
 def draw_next(): return random.random(),float(np.random.rand()),float(torch.rand(1))
 
-def in_order(make, why, k=3, n=2):
+def in_order(make, why, k=3, n=2, cpu=True):
     "The same losses, weights, draws and what is seen on the CPU, with single steps and with `k` as one; those one by one for the reason `why`"
-    (cpu,_),(one,_),(several,told) = left(make, n),left(make, n, steps_per_execution=1),left(make, n, steps_per_execution=k)
-    for a,b,c in zip(*map(leaves, (cpu, one, several)), strict=True):
+    (one,_),(several,told) = left(make, n, steps_per_execution=1),left(make, n, steps_per_execution=k)
+    host = left(make, n)[0] if cpu else several
+    for a,b,c in zip(*map(leaves, (host, one, several)), strict=True):
         torch.testing.assert_close(*map(torch.as_tensor, (c, b)), rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(*map(torch.as_tensor, (c, a)), rtol=1e-3, atol=1e-4, check_dtype=False)
     assert len(told) == bool(why) and (why or '') in ''.join(told), told
@@ -112,3 +113,83 @@ def test_executions_where_items_draw():
         learn.fit(1, 1e-2)
         with count_xla() as c: learn.fit(2, 1e-2)
     assert c.executions == (1 + 3 + 2) + (3 + 1 + 2)
+
+# --- what a callback does after a batch by functions and objects that stand in dicts and lists
+
+class InDict(Callback):
+    "Calls a function that it finds in a dict"
+    def __init__(self, f): self.fs,self.seen = dict(a=lambda learn: f(learn, self.seen)),[]
+    def after_batch(self):
+        if self.training: self.fs['a'](self.learn)
+class Does:
+    def __init__(self, f): self.f = f
+    def go(self, learn, seen): self.f(learn, seen)
+class InList(InDict):
+    "Calls a method of an object in one"
+    def __init__(self, f): self.fs,self.seen = dict(a=[Does(f)]),[]
+    def after_batch(self):
+        if self.training: self.fs['a'][0].go(self.learn, self.seen)
+
+def validates(learn, seen):
+    if learn.iter == 4: seen.append([float(o) for o in learn.validate()])
+def replaces_step(learn, seen):
+    if learn.train_iter != 4: return
+    was = learn.opt.step
+    learn.opt.step = lambda: was() if learn.train_iter % 2 else None
+def seeds(learn, seen): torch.manual_seed(learn.train_iter)
+
+def dropping(): return nn.Sequential(nn.Linear(6, 8), nn.Dropout(.5), nn.Linear(8, 1))
+does = dict(validates=(validates, "may look at the recorder's metrics", None),
+            step=(replaces_step, 'may look at the model or its optimizer', None), seeds=(seeds, 'may seed random numbers', dropping))
+
+@pytest.mark.parametrize('name', does)
+@pytest.mark.parametrize('cls', [InDict, InList])
+def test_a_function_in_a_container_runs_after_each_batch(cls, name):
+    f,why,model = does[name]
+    in_order(lambda: learner(cbs=cls(f), model=model, see=lambda l: first(l.cbs, risinstance(InDict)).seen), why, cpu=not model)   # dropout is of each device
+
+class Seeds(Callback):
+    "By a function of a library's, which an attribute holds"
+    f = None
+    def before_fit(self): self.f = manual_seed
+    def after_batch(self):
+        if self.training: self.f(self.train_iter)
+
+def test_a_callback_holds_what_seeds():
+    in_order(lambda: learner(cbs=Seeds(), model=dropping), 'may seed random numbers', cpu=False)
+
+class Hidden(Callback):
+    "Under a name that stands nowhere"
+    def __init__(self, does): self.does = does
+    def after_batch(self):
+        if self.training and self.iter == 4: getattr(self.learn, self.does[::-1])()
+
+def test_what_is_seen_too_late_is_told():
+    "And the steps that had been run with that batch are as the program has left them"
+    told = left(lambda: learner(cbs=Hidden('etadilav')), steps_per_execution=3)[1]
+    assert len(told) == 1 and 'a callback has run batches after a batch, which those that had been run with it could not see' in told[0]
+
+# --- lists and dicts that a step fills
+
+class Fills(Callback):
+    "A dict, under a name that only this line says"
+    def before_fit(self): self.box,self.seen = {},[]
+    def after_loss(self): self.box['loss'] = self.learn.loss.detach()
+    def after_batch(self): self.seen.append(self.box['loss'])
+class FillsList(Fills):
+    "That somebody else holds"
+    all = [0.]
+    def before_fit(self): self.box,self.seen = FillsList.all,[]
+    def after_loss(self): self.box[0] = self.learn.loss.detach()
+    def after_batch(self): self.seen.append(FillsList.all[0])
+class Nested(Fills):
+    def before_fit(self): self.box,self.seen = {'a': [0.]},[]
+    def after_loss(self): self.box['a'][0] = self.learn.loss.detach()
+    def after_batch(self): self.seen.append(self.box['a'][0])
+class Replaces(Fills):
+    def after_loss(self): self.box = [self.learn.loss.detach()]
+    def after_batch(self): self.seen.append(self.box)
+
+@pytest.mark.parametrize('cb', [Fills, FillsList, Nested, Replaces])
+def test_a_step_leaves_results_in_a_container(cb):
+    in_order(lambda: learner(cbs=cb(), see=lambda l: first(l.cbs, risinstance(Fills)).seen), None)

@@ -156,7 +156,7 @@ class Results:
         left = trace.left
         self.updated = [(trace.memory.readers[i][0], r) for i,r in left.updated]
         self.in_place,self.elsewhere = [],[]   # of these: among the inputs, by number, and others, by reader
-        self.replaced = [(d, k, leaves, _maker(spec)) for d,k,leaves,spec in left.replaced]
+        self.replaced = [(d, k, leaves, _maker(spec), (id(d), k) in left.filled) for d,k,leaves,spec in left.replaced]
         self.outs = left.outs[0],_maker(left.outs[1])
         self.grads,self.counts = left.grads,left.counts
         self.n_draws,self.regrades = trace.n_draws,left.regrades
@@ -190,7 +190,10 @@ def put(self:Results,
     if self.shared: put_all(ts, new, lone=put_value)
     else:
         for t,v in zip(ts, new): set_data(t, v)
-    for d,k,leaves,make in self.replaced: d[k] = _build(leaves, make, res, inputs)
+    for d,k,leaves,make,filled in self.replaced:
+        v = _build(leaves, make, res, inputs)
+        if filled and type(d.get(k)) is list: d[k][:] = v   # others may hold it
+        else: d[k] = v
     for p,r in self.grads: p.grad = None if r is None else res[r]
     for d,k,v in self.counts: put_number(d, k, values[v[0]] if type(v) is tuple else v)
     return _build(*self.outs, res, inputs)

@@ -53,6 +53,7 @@ class Left:
     "What a step leaves behind; tensors are roots of its graph"
     def __init__(self):
         self.updated,self.replaced,self.grads = [],[],[]   # tensors of the memory, what is in their places, and gradients
+        self.filled = set()   # (id, key) of places of lists that stay the same and hold other tensors
         self.regrades = False   # do gradients come or go?
         self.counts,self.outs = [],None   # numbers; what the step returns
 
@@ -165,6 +166,7 @@ def _changed(self:Trace, before, after, numbers):
     replaced += [(path, d, k) for d,k,v,(leaves,_),path in before.trees if self._tree_changed(d[k], leaves, path)]
     replaced += [(path, d, k) for path,d,k,_ in others]
     left.replaced = [(d, k, d[k]) for path,d,k in sorted(replaced, key=lambda o: o[0])]
+    left.filled = {(id(d), k) for d,k,v,*_ in before.trees if type(v) is list and d[k] is v}
     grads = [(p, p.grad, g) for p,g,_ in self.memory.params if p.grad is not g]
     left.grads = [(p, now) for p,now,_ in grads]
     left.regrades = any(now is None or was is None for _,now,was in grads)   # some come or go
