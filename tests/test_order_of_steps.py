@@ -193,3 +193,33 @@ class Replaces(Fills):
 @pytest.mark.parametrize('cb', [Fills, FillsList, Nested, Replaces])
 def test_a_step_leaves_results_in_a_container(cb):
     in_order(lambda: learner(cbs=cb(), see=lambda l: first(l.cbs, risinstance(Fills)).seen), None)
+
+# --- windows that overlap, and pieces
+
+class Pieces(nn.Module):
+    "Of what comes out of a layer, in each of which something changes in place"
+    def __init__(self, how): super().__init__(); self.how,self.l = how,nn.Linear(6, 6)
+    def forward(self, x):
+        y = self.l(x)
+        with torch.no_grad(): self.how(y.detach())
+        return y.mean(1, keepdim=True)
+
+def split(y): torch.unsafe_split(y, 3, 1)[0].mul_(2)
+def with_sizes(y): torch.unsafe_split_with_sizes(y, [2, 4], 1)[1][:,1:].add_(1)
+def chunked(y): torch.unsafe_chunk(y, 4, 1)[1].zero_()
+def filled_windows(y): y.unfold(1, 4, 2)[:,1].fill_(.5)
+
+@pytest.mark.parametrize('how', [split, with_sizes, chunked, filled_windows])
+@pytest.mark.parametrize('k', [1, 3])
+def test_pieces_are_changed_in_place(how, k): in_order(lambda: learner(model=partial(Pieces, how)), None, k=k)
+
+@pytest.mark.parametrize('how', [lambda y: y.unfold(1, 4, 2)[:,1].add_(1), lambda y: y.unfold(1, 4, 2).mul_(2),
+                                 lambda y: torch.as_strided(y, (4, 4), (2, 1))[1].add_(1)])
+def test_overlapping_windows_are_not_changed_in_place(how):
+    "XLA cannot tell which of the places of a number has changed"
+    with pytest.raises(RuntimeError, match='a number shows in several places'): left(lambda: learner(model=partial(Pieces, how)), steps_per_execution=1)
+
+def test_windows_have_their_gradient():
+    class Windows(Pieces):
+        def forward(self, x): return self.l(x).unfold(1, 4, 1).square().mean((1, 2))[:,None]
+    in_order(lambda: learner(model=partial(Windows, None)), None)

@@ -8,6 +8,7 @@ Docs: https://fastai-xla.github.io/fastai_xla/api/lowerings.small.html.md"""
 __all__ = ['addmm']
 
 # %% ../../nbs/api/01f_lowerings.small.ipynb #ce1d9462
+import threading
 from functools import lru_cache
 from math import prod
 
@@ -86,8 +87,20 @@ def _unfold(x, dim, size, step):
     if not (step == size and n%size == 0): x = x.index_select(dim, _windows(n, size, step, x.device))
     return x.unflatten(dim, (-1, size)).movedim(dim+1, -1).clone(memory_format=torch.contiguous_format)
 
+_overlapping = ("A tensor in which a number shows in several places, made by `unfold` or `as_strided`, is changed in place. XLA cannot tell "
+                "which of these places has changed. Change the tensor that it is made of, or a `clone()`.")
+_here,_gradient = threading.local(),torch.ops.aten.unfold_backward.default   # the backward pass may run in a thread of its own
+
+@_unfold_low.kernel('unfold_backward', key='AutogradXLA')
+def _of_gradient(*args):
+    _here.gradient = True
+    try: return as_before(_gradient, *args)
+    finally: _here.gradient = False
+
 @_unfold_low.kernel('unfold_backward', views=True)
 def _unfold_backward(g, sizes, dim, size, step):
+    # called by torch for a change of windows in place, too
+    if size > step and not getattr(_here, 'gradient', False): raise RuntimeError(_overlapping)
     if not sizes: return g.sum()
     dim %= len(sizes)
     n,g = sizes[dim],g.movedim(-1, dim+1).flatten(dim, dim+1)
