@@ -168,6 +168,7 @@ def several(self:Replay,
     b.open,learn.replayed = False,None
     return True
 
+# %% ../nbs/api/06bc_several.ipynb #06bc0009
 @patch
 def _look_between(self:Replay, b, methods):
     "Tell what `after_batch` has done where the steps after it have run already"

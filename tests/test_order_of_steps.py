@@ -37,7 +37,7 @@ def left(make, n=2, **to):
 def draw_next(): return random.random(),float(np.random.rand()),float(torch.rand(1))
 
 def in_order(make, why, k=3, n=2, cpu=True):
-    "The same losses, weights, draws and what is seen on the CPU, with single steps and with `k` as one; those one by one for the reason `why`"
+    "The same losses, weights, draws and what is seen on the CPU, by single steps and by `k` as one; these one by one for the reason `why`"
     (one,_),(several,told) = left(make, n, steps_per_execution=1),left(make, n, steps_per_execution=k)
     host = left(make, n)[0] if cpu else several
     for a,b,c in zip(*map(leaves, (host, one, several)), strict=True):
@@ -102,7 +102,8 @@ def test_items_and_mixup_draw_by_turns():
 
 @pytest.mark.parametrize('make', [lambda: learner(partial(loaders, of_torch)),   # fastai counts inputs by an item more, which draws
                                   lambda: learner(partial(loaders, random.random), cbs=MixUp()),   # from another stream
-                                  lambda: learner(loaders, cbs=Sees(random.random), see=lambda l: l.sees.seen)], ids=['items', 'mixup', 'callback'])
+                                  lambda: learner(loaders, cbs=Sees(random.random), see=lambda l: l.sees.seen)],
+                         ids=['items', 'mixup', 'callback'])
 def test_who_draws_alone_does_not_ask_for_single_steps(make): in_order(make, None)
 
 def test_executions_where_items_draw():
@@ -146,7 +147,8 @@ does = dict(validates=(validates, "may look at the recorder's metrics", None),
 @pytest.mark.parametrize('cls', [InDict, InList])
 def test_a_function_in_a_container_runs_after_each_batch(cls, name):
     f,why,model = does[name]
-    in_order(lambda: learner(cbs=cls(f), model=model, see=lambda l: first(l.cbs, risinstance(InDict)).seen), why, cpu=not model)   # dropout is of each device
+    def make(): return learner(cbs=cls(f), model=model, see=lambda l: first(l.cbs, risinstance(InDict)).seen)
+    in_order(make, why, cpu=not model)   # dropout is of each device
 
 class Seeds(Callback):
     "By a function of a library's, which an attribute holds"
@@ -217,9 +219,27 @@ def test_pieces_are_changed_in_place(how, k): in_order(lambda: learner(model=par
                                  lambda y: torch.as_strided(y, (4, 4), (2, 1))[1].add_(1)])
 def test_overlapping_windows_are_not_changed_in_place(how):
     "XLA cannot tell which of the places of a number has changed"
-    with pytest.raises(RuntimeError, match='a number shows in several places'): left(lambda: learner(model=partial(Pieces, how)), steps_per_execution=1)
+    def make(): return learner(model=partial(Pieces, how))
+    with pytest.raises(RuntimeError, match='a number shows in several places'): left(make, steps_per_execution=1)
 
 def test_windows_have_their_gradient():
     class Windows(Pieces):
         def forward(self, x): return self.l(x).unfold(1, 4, 1).square().mean((1, 2))[:,None]
     in_order(lambda: learner(model=partial(Windows, None)), None)
+
+# --- labels that are no class, behind a transform that nobody knows
+
+class Shifted(Transform):
+    def encodes(self, y:TensorCategory): return y + 1
+
+def shifting(pixels):
+    g = torch.Generator().manual_seed(3)
+    x,y = torch.randn(64, 3, *pixels, generator=g),torch.randint(0, 3, (64, *pixels), generator=g)
+    return DataLoaders.from_dsets(*[[(a, TensorCategory(b)) for a,b in zip(x, y)]]*2, bs=16, num_workers=0, after_batch=[Shifted()])
+
+@pytest.mark.parametrize('pixels,layer', [((), nn.Linear(3, 3)), ((2, 2), nn.Conv2d(3, 3, 1))])
+@pytest.mark.parametrize('to', [dict(), dict(replay=False), dict(steps_per_execution=2)], ids=['replayed', 'retraced', 'several'])
+def test_labels_that_are_no_class_are_an_error_or_a_nan(pixels, layer, to):
+    def make(): return learner(partial(shifting, pixels), nn.CrossEntropyLoss(), model=lambda: deepcopy(layer))
+    with pytest.raises(IndexError, match='Target 3 is out of bounds'): left(make, 1)
+    assert np.isnan(left(make, 1, **(to or dict(replay='auto')))[0][0]).all()

@@ -87,8 +87,8 @@ def _unfold(x, dim, size, step):
     if not (step == size and n%size == 0): x = x.index_select(dim, _windows(n, size, step, x.device))
     return x.unflatten(dim, (-1, size)).movedim(dim+1, -1).clone(memory_format=torch.contiguous_format)
 
-_overlapping = ("A tensor in which a number shows in several places, made by `unfold` or `as_strided`, is changed in place. XLA cannot tell "
-                "which of these places has changed. Change the tensor that it is made of, or a `clone()`.")
+_overlapping = ("A tensor in which a number shows in several places, made by `unfold` or `as_strided`, is changed in place. XLA cannot "
+                "tell which of these places has changed. Change the tensor that it is made of, or a `clone()`.")
 _here,_gradient = threading.local(),torch.ops.aten.unfold_backward.default   # the backward pass may run in a thread of its own
 
 @_unfold_low.kernel('unfold_backward', key='AutogradXLA')
