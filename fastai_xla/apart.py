@@ -45,6 +45,7 @@ def told_apart(
     n = taken.texts.index(text)
     return [*roots, _constant(n, roots[0].device)] if n else roots
 
+# %% ../nbs/api/00ab_apart.ipynb #00ab0007
 def _waiting(ts): return [t for t,p in zip(ts, _XLAC._check_tensor_need_materialization(ts)) if p]
 
 def sync_apart(

@@ -141,6 +141,7 @@ def run_after(
         todo = [m for m in dict.fromkeys(todo) if m not in seen]
     return found,held
 
+# %% ../nbs/api/06a_events.ipynb #06a0d001
 def names_after(
     cb, # Callback
 ) -> dict: # Name -> list of what it may be

@@ -70,7 +70,8 @@ def methods_now(
     if learn.opt is not None: opts = [learn.opt, innermost(learn.opt)]
     def of_class(o): return [getattr(type(o), n, None) for n in _of_opt[:2]]
     of_opts = [(type(o), *of_class(o), *(tuple(f) if isinstance(f, dict) else f for f in map(vars(o).get, _of_opt))) for o in opts]
-    return cls,*(getattr(cls, n) for n in _of_learner),*map(own.get, _of_learner),*of_opts,*(len(ps) for o in opts[1:] for ps in groups_of(o))
+    of_learner = *(getattr(cls, n) for n in _of_learner),*map(own.get, _of_learner)
+    return cls,*of_learner,*of_opts,*(len(ps) for o in opts[1:] for ps in groups_of(o))
 
 def _recordable(actors, inputs):
     "Refuse what is no step of its own"

@@ -78,6 +78,7 @@ def _effect_of_code(frame):
         if i.opname not in ('CACHE', 'PRECALL'): was = i
     return ''
 
+# %% ../../nbs/api/05d_capture.effects.ipynb #05d0d001
 def _place(frame):
     code = frame.f_code
     o = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
@@ -88,6 +89,10 @@ stand_ins = set()   # code of functions of ours, each with the library's `f` in 
 def _name_of(frame):
     f = frame.f_locals['f'] if frame.f_code in stand_ins else None
     return f'{f.__module__}.{f.__name__}' if f else f"{frame.f_globals.get('__name__', '')}.{frame.f_code.co_name}"
+
+def _made(frame, res):
+    "What a function returns, or the object that its `__init__` has made"
+    return frame.f_locals.get(frame.f_code.co_varnames[0]) if frame.f_code.co_name == '__init__' else res
 
 _call = nn.Module._call_impl.__code__   # runs whenever a module is called
 _import = importlib._bootstrap._find_and_load.__code__   # whenever one is imported that was not
@@ -109,9 +114,7 @@ def no_effects(
         if imports:   # what an import does, it does once, however often the step is run
             if event == 'return' and frame is imports[0]: imports.clear()
             return
-        if event == 'return' and reads and frame.f_back and _is_user(frame.f_back):
-            made = frame.f_locals.get(frame.f_code.co_varnames[0]) if frame.f_code.co_name == '__init__' else res
-            reads.returned(made, frame.f_back.f_code)
+        if event == 'return' and reads and frame.f_back and _is_user(frame.f_back): reads.returned(_made(frame, res), frame.f_back.f_code)
         if event == 'call':
             if frame.f_code is _import: return imports.append(frame)
             if frame.f_code is _call: reads and reads.called(frame.f_locals['self'])

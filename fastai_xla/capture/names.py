@@ -55,7 +55,8 @@ def code_names(
 
 # %% ../../nbs/api/05ea_capture.names.ipynb #05ea0006
 _types = (torch.Tensor, TensorBase, nn.Module, torch.Size, torch.finfo, torch.iinfo, torch.autograd.function.FunctionCtx, partial, slice,
-          property, np.ndarray, np.generic, FunctionType, MethodType, type, str, bytes, list, dict, tuple, set, int, float, complex, Exception)
+          property, np.ndarray, np.generic, FunctionType, MethodType, type, str, bytes, list, dict, tuple, set, int, float, complex,
+          Exception)
 _tuples = [c for c in vars(torch.return_types).values() if isinstance(c, type)]
 library_names = frozenset(n for c in (*_types, *_tuples) for n in dir(c))
 

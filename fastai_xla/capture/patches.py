@@ -9,13 +9,11 @@ __all__ = ['looked_at', 'active', 'log_call', 'give_up', 'set_aside', 'partial_a
            'logging']
 
 # %% ../../nbs/api/05m_capture.patches.ipynb #a16c218b
-import concurrent.futures, dis, functools, queue, sys, threading
+import concurrent.futures, functools, queue, sys, threading
 from contextlib import contextmanager, nullcontext
-from itertools import pairwise
 from multiprocessing import pool
-from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
+from types import FunctionType
 
-import numpy as np
 import torch
 from torch import nn
 from torch.autograd.forward_ad import dual_level
@@ -32,6 +30,7 @@ from .effects import stand_ins
 from .known import *
 from .calls import *
 from .log import *
+from .backward import *
 import fastai_xla.capture.placeholders
 
 # %% ../../nbs/api/05m_capture.patches.ipynb #d174d6e4
@@ -57,6 +56,7 @@ def _replace_modes(n, modes):
     for _ in range(n): torch._C._pop_torch_function_stack()
     for m in modes: torch._C._push_on_torch_function_stack(m)
 
+# %% ../../nbs/api/05m_capture.patches.ipynb #05m0b001
 def log_call(
     log:Log, # As from `active`
     f, # What is called: it has a name, and may have `traced`
@@ -156,60 +156,12 @@ def _logged_backward(*args, **kwargs):
     if not _active or (log := active()) is None: return _backward(*args, **kwargs)
     return log_call(log, _backward, args, kwargs)
 
-# %% ../../nbs/api/05m_capture.patches.ipynb #da754732
-def _code_reads(code, names, whose, own, seen):
-    "What code reads beside its arguments; empty if nothing"
-    for i,then in pairwise(dis.get_instructions(code)):
-        v = names.get(i.argval, dis) if i.opname == 'LOAD_GLOBAL' else dis
-        outer = i.opname == 'LOAD_GLOBAL' and v is dis and i.argval in _outer
-        if outer or i.opname == 'IMPORT_NAME': return f'{whose} reads what {i.argval} gives'
-        if isinstance(v, FunctionType) and not is_known(v): inner = _function_reads(v, seen=seen)
-        elif own and v is own: inner = '' if then.argval in _helpers(own) else f'{whose} reads an attribute of {i.argval}'
-        else: inner = '' if v is dis or _is_librarys(v) else f'{whose} reads {i.argval}, a global'
-        if inner: return inner
-    return first(filter(None, (_code_reads(c, names, whose, own, seen) for c in code.co_consts if isinstance(c, CodeType)))) or ''
-
-def _helpers(cls): return {k: f.__func__ for k,f in vars(cls).items() if isinstance(f, staticmethod)} if cls else {}
-
-_outer = {'__import__', 'globals', 'eval', 'exec', 'open', 'input'}
-# modules that hold no settings; what they draw is seen
-_pure = set('torch torch_xla torchvision numpy math cmath operator functools itertools typing random fastai fastcore'.split())
-
-def _is_librarys(v):
-    if isinstance(v, ModuleType): return v.__name__.partition('.')[0] in _pure
-    return isinstance(v, (type, FunctionType, BuiltinFunctionType)) and is_known(v)
-
-def _function_reads(f, own=None, seen=()):
-    if f in seen: return ''   # it calls itself
-    defaults = *(f.__defaults__ or ()),*(f.__kwdefaults__ or {}).values()
-    if not all(isinstance(o, _steady) or is_known(o) and callable(o) for o in defaults): return f'{f.__qualname__} reads a default argument'
-    if f.__code__.co_freevars: return f'{f.__qualname__} reads {f.__code__.co_freevars[0]} of an enclosing function'
-    return _code_reads(f.__code__, f.__globals__, f.__qualname__, own, (*seen, f))
-
-@functools.cache
-def _looks_outside(cls):
-    if is_known(cls): return f'{cls.__name__} runs code of the user in the backward pass'
-    fs = cls.forward,cls.backward,*_helpers(cls).values()
-    return first(filter(None, (_function_reads(f, cls) for f in fs))) or ''
-
 # %% ../../nbs/api/05m_capture.patches.ipynb #da754734
-_steady = (T, int, float, str, type(None), torch.dtype, torch.device, torch.Size, np.generic)
-
-def _may_change(a):
-    "Why an argument may be another thing later, or hear of what is done, which is done once"
-    if isinstance(a, _steady) or callable(a) and is_known(a): return
-    if type(a) is tuple and all(isinstance(o, _steady) for o in a): return
-    if type(a) is list and a and all(isinstance(o, (int, float)) for o in a): return
-    return f'an autograd function is given a {type(a).__name__}'
-
-_steps = {'max', 'min', 'int', 'round', 'abs', 'bool', 'divmod', 'math', 'np', 'numpy'}   # functions of a number that are not smooth
-def _branches(f): return any('JUMP' in i.opname and 'IF' in i.opname or i.argval in _steps for i in dis.get_instructions(f))
-
 _class_apply = torch.autograd.Function.__dict__['apply'].__func__
 _apply = _copy(_class_apply)
 def _logged_apply(cls, *args, **kwargs):
     if not _active or (log := active()) is None or not any(map(is_on_xla, args)): return _apply(cls, *args, **kwargs)
-    if why := _looks_outside(cls) or first(filter(None, map(_may_change, args))): give_up(f'{why}, at {user_line()}')
+    if why := looks_outside(cls) or first(filter(None, map(why_changed, args))): give_up(f'{why}, at {user_line()}')
     with _outside(log): return log.call(partial_apply(cls), args, kwargs)
 
 @functools.cache
@@ -217,7 +169,7 @@ def partial_apply(cls):
     "The function that applies an autograd function"
     def f(*args, **kwargs): return _apply(cls, *args, **kwargs)
     f.name,f.users = f'{cls.__name__}.apply',True
-    f.__name__ = 'values' if any(map(_branches, (cls.forward, cls.backward))) else f.name   # another number may be another graph
+    f.__name__ = 'values' if any(map(branches, (cls.forward, cls.backward))) else f.name   # another number may be another graph
     return f
 
 # %% ../../nbs/api/05m_capture.patches.ipynb #da754735
@@ -280,6 +232,7 @@ def watch_calls():
     TorchDispatchMode.__enter__ = _not_replayed(TorchDispatchMode.__enter__, 'looks at each operator', but=_is_ours)
     TorchFunctionMode.__enter__ = _not_replayed(TorchFunctionMode.__enter__, 'looks at each torch function', but=is_known)
 
+# %% ../../nbs/api/05m_capture.patches.ipynb #05m0b002
 looked_at = 'a `TorchDispatchMode` or `TorchFunctionMode` is on, which has to see each call'
 def watched() -> bool:
     "Does a mode of the user's see each operator, or each torch function?"

@@ -186,6 +186,7 @@ def renew(self:Log,
     elif kind.grad: self.part(old)
     self._hold(n, j)
 
+# %% ../../nbs/api/05la_capture.placeholders.ipynb #05la0d01
 def _as_made(t, attrs): return t.__dict__.keys() == attrs.keys() and all(v is attrs[k] for k,v in t.__dict__.items())
 
 @patch

@@ -59,6 +59,7 @@ def _put_back(v, was):
         v.clear()
         (v.update if isinstance(v, (dict, set)) else v.extend)(was)
 
+# %% ../../nbs/api/05f_capture.reads.ipynb #05f0d001
 class _Same:
     "Many things, which are compared by identity, and held so that no others get their ids"
     def __init__(self, os): self.os = os
