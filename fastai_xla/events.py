@@ -79,6 +79,7 @@ _most = 2000   # objects that are looked at
 
 def _parts(o):
     if isinstance(o, dict): return list(o.values())[:50]
+    if isinstance(o, partial): return [o.func, *o.args, *o.keywords.values()]
     if type(o) in (list, tuple, set, deque, L): return list(o)[:10]   # those of `TfmdLists` would be made
     own = [v for k,v in getattr(o, '__dict__', {}).items() if k != 'learn' and not k.startswith('__')]
     return [o.__self__, *own] if isinstance(o, MethodType) else own

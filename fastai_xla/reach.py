@@ -12,7 +12,7 @@ import dis
 from collections import deque
 from functools import cache
 from itertools import chain
-from types import ModuleType
+from types import GeneratorType, ModuleType
 
 import numpy as np
 import torch
@@ -127,6 +127,15 @@ def _holds(v, those, depth=0):
     if depth > 3 or isinstance(v, (Learner, torch.Tensor, np.ndarray, type, ModuleType)): return False
     return any(_holds(o, those, depth+1) for o in _parts(v))
 
+def _shares_with_step(learn, cb, held):
+    "Does what `cb` holds reach an object that can be changed and that a step reaches, too; or a generator, which may change anything?"
+    def inside(o): return acts(o, ('before_batch', *in_step)) if isinstance(o, Callback) else not isinstance(o, Learner)
+    os = [o for o in _running_in(learn) if o is not cb and inside(o)]
+    own = [[o] if isinstance(o, _functions) else [v for k,v in getattr(o, '__dict__', {}).items() if not k.startswith('_')] for o in os]
+    found = [o for o,_ in _walk(held)]
+    if any(isinstance(o, GeneratorType) for o in found): return True
+    return not _reached(chain.from_iterable(own)).isdisjoint(id(o) for o in found if _can_change(o))
+
 def _names_of_step(learn, cb):
     "Names in the user's code that a step runs, `cb` aside, and of attributes of modules, the loss and transforms"
     os = [o for o in _running_in(learn) if o is not cb]
@@ -145,11 +154,16 @@ def may_change_step(
     if not all(map(_of_step.isdisjoint, (named for _,named in found))): return True
     loss = learn.loss_func
     those = {id(o) for o in (*hypers, learn.model, *learn.model.modules(), loss, getattr(loss, 'func', loss))}
-    if any(_holds(v, those) for v in held): return True
+    if any(_holds(v, those) for v in held) or _shares_with_step(learn, cb, held): return True
     changed = set().union(*(_changed_by(g.__code__) for g,_ in found if _is_own(g))) - _in_place - _harmless
     return bool(changed) and not changed.isdisjoint(_names_of_step(learn, cb))
 
 # %% ../nbs/api/06aac_reach.ipynb #89a11853
+def _raises(cb):
+    "Does `after_batch` raise any exception, which ends the fit where nobody catches it?"
+    codes = [c for f,_ in run_after(cb)[0] if _is_own(f) for c in with_inner(f.__code__)]
+    return any(i.opname == 'RAISE_VARARGS' for c in codes for i in dis.get_instructions(c))
+
 _seeding = set('set_seed manual_seed set_rng_state seed random_seed seed_everything'.split())
 
 # what asks for steps one by one -> does a callback of a learner with such hyper-parameters do so?
@@ -157,7 +171,7 @@ between_steps = {
     "look at the model or its optimizer after each of them, or change what the next one depends on": may_change_step,
     # fastai's own that end the fit do so where the loss is NaN, or put the weights back
     "end the batch, the epoch or the fit after each of them, with those after it done": lambda learn, cb, hypers:
-        may_raise(cb, names_after(cb)) if ends_batch(cb) else cuts_short(cb),
+        may_raise(cb, names_after(cb)) or _raises(cb) if ends_batch(cb) else cuts_short(cb),
     "look at the recorder's metrics after each of them, or predict": lambda learn, cb, hypers: sees_metrics(names_after(cb).keys()),
     "seed random numbers after each of them": lambda learn, cb, hypers: not _seeding.isdisjoint(names_after(cb))}
 

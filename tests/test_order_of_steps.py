@@ -2,6 +2,7 @@
 
 With several steps as one as with single ones; or the steps run one by one, with a warning"""
 import pytest
+from collections import deque
 from test_several_unseen import *
 
 class Items:
@@ -243,3 +244,68 @@ def test_labels_that_are_no_class_are_an_error_or_a_nan(pixels, layer, to):
     def make(): return learner(partial(shifting, pixels), nn.CrossEntropyLoss(), model=lambda: deepcopy(layer))
     with pytest.raises(IndexError, match='Target 3 is out of bounds'): left(make, 1)
     assert np.isnan(left(make, 1, **(to or dict(replay='auto')))[0][0]).all()
+
+# --- what a callback changes after a batch, and a step holds under another name
+
+def weighed(p, y, w): return F.mse_loss(p, y)*float(w[-1])
+class Weighed:
+    def __init__(self, temps): self.temps = temps
+    def __call__(self, p, y): return weighed(p, y, self.temps)
+class WeighedNet(nn.Module):
+    def __init__(self, temps):
+        super().__init__()
+        self.net,self.temps = nn.Linear(6, 1),temps
+    def forward(self, x): return self.net(x)*self.temps[-1]
+
+by_partial = lambda w: dict(loss_func=partial(weighed, w=w))
+by_object = lambda w: dict(loss_func=Weighed(w))
+by_model = lambda w: dict(model=lambda: WeighedNet(w))
+by_closure = lambda w: dict(loss_func=lambda p, y: weighed(p, y, w))
+
+class Lowers(Callback):
+    def __init__(self, own, f): self.own,self.f = own,f
+    def after_batch(self):
+        if self.training: self.f(self.own)
+class Steps(Lowers):
+    def after_batch(self):
+        if self.training: next(self.own)
+
+def lowers(w): w[0] *= .95
+def appends(w): w.append(w[-1]*.95)
+def multiplies(w): np.multiply(w, .95, out=w)
+def lowering(w):
+    while True: yield lowers(w)
+
+@pytest.mark.parametrize('uses', [by_partial, by_object, by_model, by_closure], ids=['partial', 'object', 'model', 'closure'])
+@pytest.mark.parametrize('start,f', [(lambda: [1.], lowers), (lambda: deque([1.], 5), appends), (lambda: np.ones(1), multiplies),
+                                     (lambda: [1.], lowering)], ids=['list', 'deque', 'array', 'generator'])
+def test_a_callback_changes_what_a_step_holds(uses, start, f):
+    def make():
+        w = start()
+        return learner(**uses(w), cbs=Steps(f(w), None) if f is lowering else Lowers(w, f))
+    in_order(make, 'change what the next one depends on')
+
+class Stops(Callback):
+    def __init__(self, e): self.e = e
+    def after_batch(self):
+        if self.training and self.train_iter == 5: raise self.e('enough')
+
+@pytest.mark.parametrize('e', [KeyboardInterrupt, RuntimeError])
+def test_a_callback_ends_the_fit_by_an_exception(e):
+    "Steps after it are not done"
+    sds = []
+    for k in (None, 1, 3):
+        for seed in (torch.manual_seed, np.random.seed, random.seed): seed(3)
+        learn,_ = learner(cbs=Stops(e))
+        if k: learn.to_xla(steps_per_execution=k)
+        with learn.no_bar(), learn.no_logging(), pytest.raises(e), warnings.catch_warnings():
+            warnings.simplefilter('ignore')
+            learn.fit(1, 1e-2)
+        sds.append(list(host(learn.model.state_dict()).values()))
+    for a,b,c in zip(*sds): torch.testing.assert_close(c, b), torch.testing.assert_close(c, a, rtol=1e-3, atol=1e-4)
+
+def test_a_list_that_only_callbacks_hold_does_not_ask_for_single_steps():
+    def make():
+        seen = []
+        return learner(cbs=[Lowers(seen, lambda w: w.append(1)), Sees(lambda: len(seen))], see=lambda l: l.sees.seen)
+    in_order(make, None, cpu=False)
