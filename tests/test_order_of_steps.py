@@ -228,23 +228,6 @@ def test_windows_have_their_gradient():
         def forward(self, x): return self.l(x).unfold(1, 4, 1).square().mean((1, 2))[:,None]
     in_order(lambda: learner(model=partial(Windows, None)), None)
 
-# --- labels that are no class, behind a transform that nobody knows
-
-class Shifted(Transform):
-    def encodes(self, y:TensorCategory): return y + 1
-
-def shifting(pixels):
-    g = torch.Generator().manual_seed(3)
-    x,y = torch.randn(64, 3, *pixels, generator=g),torch.randint(0, 3, (64, *pixels), generator=g)
-    return DataLoaders.from_dsets(*[[(a, TensorCategory(b)) for a,b in zip(x, y)]]*2, bs=16, num_workers=0, after_batch=[Shifted()])
-
-@pytest.mark.parametrize('pixels,layer', [((), nn.Linear(3, 3)), ((2, 2), nn.Conv2d(3, 3, 1))])
-@pytest.mark.parametrize('to', [dict(), dict(replay=False), dict(steps_per_execution=2)], ids=['replayed', 'retraced', 'several'])
-def test_labels_that_are_no_class_are_an_error_or_a_nan(pixels, layer, to):
-    def make(): return learner(partial(shifting, pixels), nn.CrossEntropyLoss(), model=lambda: deepcopy(layer))
-    with pytest.raises(IndexError, match='Target 3 is out of bounds'): left(make, 1)
-    assert np.isnan(left(make, 1, **(to or dict(replay='auto')))[0][0]).all()
-
 # --- what a callback changes after a batch, and a step holds under another name
 
 def weighed(p, y, w): return F.mse_loss(p, y)*float(w[-1])

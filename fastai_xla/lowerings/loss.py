@@ -13,7 +13,6 @@ from fastcore.all import *
 
 from .core import *
 from .edges import finite_largest
-from .wrong import nan_outside, nll_loss
 
 # %% ../../nbs/api/01m_lowerings.loss.ipynb #105e0006
 class _LogSumExp(torch.autograd.Function):
@@ -50,7 +49,7 @@ def _at_targets(x, y, weight, smoothing, ignore_index):
         z = x-m.unsqueeze(1)
         rest = n*s - z.sum(1) if weight is None else weight.sum()*s - (weight*z).sum(1)
         loss = (1-smoothing)*loss + smoothing/n*rest
-    return torch.where(keep, loss, 0) + nan_outside(y, n, ignore_index),count.sum()
+    return torch.where(keep, loss, 0),count.sum()
 
 def _at_probs(x, p, weight, smoothing):
     "The same where `p` has the probabilities of classes: all items count alike"
@@ -80,10 +79,4 @@ def _cross_entropy(x, y, weight=None, reduction=1, ignore_index=-100, label_smoo
     else: loss,count = _at_targets(_wide(x), y, weight, label_smoothing, ignore_index)
     return (loss, loss.sum()/count, loss.sum())[reduction].to(x.dtype)
 
-def _of_pixels(x, y, weight=None, reduction=1, ignore_index=-100):
-    loss,o = torch.ops.aten.nll_loss2d_forward(x, y, weight, reduction, ignore_index)[0],nan_outside(y, x.shape[1], ignore_index)
-    return loss + (o.sum() if reduction else o).to(loss.dtype)
-
-for _key in ('XLA', 'AutogradXLA'):
-    cross_entropy.kernel('cross_entropy_loss', key=_key, views=True)(_cross_entropy)
-    nll_loss.kernel('nll_loss2d', key=_key, views=True)(_of_pixels)
+for _key in ('XLA', 'AutogradXLA'): cross_entropy.kernel('cross_entropy_loss', key=_key, views=True)(_cross_entropy)

@@ -6,7 +6,7 @@ Docs: https://fastai-xla.github.io/fastai_xla/api/lowerings.wrong.html.md"""
 
 # %% auto #0
 __all__ = ['extremes', 'cumsum', 'bitwise', 'norm', 'slices', 'absolute', 'division', 'of_complex', 'count_nonzero', 'diagonal',
-           'nll_loss', 'einsum', 'randperm', 'coins', 'indices', 'nan_outside']
+           'nll_loss', 'einsum', 'randperm', 'coins', 'indices']
 
 # %% ../../nbs/api/01j_lowerings.wrong.ipynb #b2c1a9f2
 import torch
@@ -230,19 +230,14 @@ def _diagonal_scatter(x, src, offset=0, dim1=0, dim2=1):
 nll_loss = Lowering('nll_loss', lambda: True,
                     'a sample without a batch ends the process; the total of the weights, by which `vmap` divides, is missing')
 
-def nan_outside(y, n, ignore_index):
-    "0 for each target that is one of `n` classes or counts for nothing; NaN for others, which are an error elsewhere"
-    return 0/((y == ignore_index) | (y >= 0) & (y < n)).float()
-
 @nll_loss.kernel('nll_loss_forward', views=True)
 def _nll_loss_forward(x, y, weight, reduction, ignore_index):
     "torch_xla's loss, by its kernel for images, and the total, which is in no graph that does not use it"
     rows,at = (x,y) if x.dim() > 1 else (x[None],y.reshape(1))
     loss = torch.ops.aten.nll_loss2d_forward(rows[...,None,None], at[...,None,None], weight, reduction, ignore_index)[0]
-    counts,o = (at != ignore_index).to(x.dtype),nan_outside(at, rows.shape[1], ignore_index)
+    counts = (at != ignore_index).to(x.dtype)
     of = 1 if weight is None else weight.index_select(0, at.clamp(0, rows.shape[1]-1))
-    loss = loss + (o.sum() if reduction else o[...,None,None])
-    return (loss if reduction else loss.view(y.shape)).to(x.dtype),(counts*of).sum()
+    return loss if reduction else loss.view(y.shape),(counts*of).sum()
 
 def _nll_loss(x, y, weight=None, reduction=1, ignore_index=-100):
     loss = torch.ops.aten.nll_loss_forward(x if x.dim() > 1 else x[None], y.reshape(1) if x.dim() == 1 else y,
