@@ -53,7 +53,8 @@ def sync_apart(
     look:bool, # As of `told_apart`
 ):
     "`sync` with values of their own for `ts`"
-    held = told_apart(waiting, look) if (waiting := _waiting(ts)) else []
+    try: held = told_apart(waiting, look) if (waiting := _waiting(ts)) else []
+    except RuntimeError: held = []   # `sync` says what is wrong with the graph, and forgets it
     sync()
     held.clear()   # the constant has to live until then
 

@@ -538,7 +538,7 @@ def test_validation_of_stock_images_is_read_ahead_without_a_warning(tmp_path):
     with warnings.catch_warnings():
         warnings.filterwarnings('error', '.*read ahead')
         for _ in range(2): list(dls.valid)
-    assert dls.valid not in data.changed
+    assert dls.valid not in data.changed_items
 
 class Hits(Scaled):
     "Counts what it finds in its cache; the first batches are not there"
@@ -561,18 +561,18 @@ def test_a_vocabulary_that_is_asked_for_an_unknown_word_is_no_change():
         warnings.filterwarnings('error', '.*read ahead')
         stock = dl(lambda d: d)
         list(stock)
-    assert stock not in data.changed and len(stock.dataset.tfms[0].o2i) > 20
+    assert stock not in data.changed_items and len(stock.dataset.tfms[0].o2i) > 20
     changed = dl(lambda d: collections.defaultdict(int, d))
     for i,_ in enumerate(changed):
         if i == 1: changed.dataset.tfms[0].o2i['a'] = 7
-    assert changed in data.changed
+    assert changed in data.changed_items
 
 def test_what_a_dataset_counts_itself_is_no_change_of_the_trainings():
     dl = DataLoader(Hits(), bs=4, device=device(), num_workers=0)
     with warnings.catch_warnings():
         warnings.filterwarnings('error', '.*read ahead')
         for _ in range(2): list(dl)
-    assert dl.dataset.hits == 4 and dl in data.changed   # read in turn from now on
+    assert dl.dataset.hits == 4 and dl in data.changed_items   # read in turn from now on
 
 def test_nothing_is_read_while_a_step_is_traced(monkeypatch):
     "A trace shows other numbers, and holds all objects there are for a moment: a thread beside it has died of that"

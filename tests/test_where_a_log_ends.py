@@ -335,3 +335,15 @@ def test_a_default_device_within_a_step_is_no_call_of_it():
     agree(lambda: dict(model=Net), branches=None)
     learn = run(lambda: dict(model=Net), 'auto')[1]
     assert not learn.xla_report().plain and counts(learn)[True]['replayed'] > 20
+
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x): raise ValueError('no')
+
+def test_a_debugger_may_look_at_the_frames_of_an_error():
+    "IPython does for each traceback: with code that had other variables of enclosing functions the process died"
+    class Net(nn.Linear):
+        def forward(self, x): return Fails.apply(super().forward(x))
+    with pytest.raises(ValueError) as e: run(lambda: dict(model=lambda: Net(6, 1)), 'auto')
+    names = [tb.name for tb in e.traceback if isinstance(tb.frame.f_locals, dict)]
+    assert 'forward' in names and names[-1] == 'forward'

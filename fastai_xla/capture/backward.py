@@ -14,6 +14,7 @@ from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 
 import numpy as np
 import torch
+from fastcore.all import *
 
 from .known import *
 from .calls import *

@@ -12,7 +12,7 @@ __all__ = ['looked_at', 'active', 'log_call', 'give_up', 'set_aside', 'partial_a
 import concurrent.futures, functools, queue, sys, threading
 from contextlib import contextmanager, nullcontext
 from multiprocessing import pool
-from types import FunctionType
+from types import CodeType, FunctionType
 
 import torch
 from torch import nn
@@ -114,13 +114,13 @@ def _copy(f):
     new.__kwdefaults__ = f.__kwdefaults__
     return new
 
-def _by_name(*args, **kwargs): return _instead(*args, **kwargs)   # a name of the module whose function has this code
-
 def _lead_to(ours, f):
     "Let `f`, a function of torch's, call `ours`, wherever `f` has been bound"
-    name = f'_fastai_xla_{f.__name__}'
+    name,free = f'_fastai_xla_{f.__name__}',', '.join(f.__code__.co_freevars)
     f.__globals__[name] = ours
-    f.__code__ = _by_name.__code__.replace(co_names=(name,), co_freevars=f.__code__.co_freevars)
+    # code with as many variables of enclosing functions, which a debugger looks up
+    exec(f'def outer({free}):\n    def inner(*args, **kwargs): return {name}(*args, **kwargs) if True else ({free})', made := {})
+    f.__code__ = first(made['outer'].__code__.co_consts, lambda o: isinstance(o, CodeType))
 
 # %% ../../nbs/api/05m_capture.patches.ipynb #bf7a017c
 def _carries(a):
