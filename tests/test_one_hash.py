@@ -1,4 +1,4 @@
-"""Graphs that differ only in which of several like tensors is used twice: torch_xla has one hash for them, and runs the program of the first
+"""Graphs that differ only in which of several like tensors is used twice: torch_xla has one hash for them, and runs the first one's program
 
 Retraced and replayed steps, with the numbers of plain fastai on the CPU"""
 from collections import deque

@@ -8,7 +8,7 @@ Docs: https://fastai-xla.github.io/fastai_xla/api/capture.log.html.md"""
 __all__ = ['Log']
 
 # %% ../../nbs/api/05l_capture.log.ipynb #eb4c4039
-import sys, weakref
+import weakref
 from copy import deepcopy
 from threading import RLock, get_ident
 
@@ -57,7 +57,6 @@ class Log(TorchFunctionMode, Arguments):
         if self.fresh: self.prepare(self.fresh)
         self.fresh = []
         self.known.look_at_code()
-        self.patched = torch_patches()
         self.cur,self.answering = self.root,any(n.held is not None for n in self.root.kids)
         self.refused = ''
         if not self.answering: self.miss.fell = xla_counts().fallbacks
@@ -75,8 +74,7 @@ def _plain_scalars(kwargs):
 
 @patch
 def __torch_function__(self:Log, f, types, args=(), kwargs=None):
-    if self.patched and f in self.patched: f = of_torch(f, sys._getframe(2).f_code)   # that of torch's which the user's has called
-    if self.busy: return f(*args, **(kwargs or {}))
+    if self.busy: return of_torch(f)(*args, **(kwargs or {}))
     keys = ()
     if kwargs:
         if not _scalars.isdisjoint(kwargs): kwargs = _plain_scalars(kwargs)
@@ -92,6 +90,7 @@ def __torch_function__(self:Log, f, types, args=(), kwargs=None):
                     self.objs.append(t)
                     return t
                 self.undo(n.template.at)
+    if (own := of_torch(f)) is not f: return self.__torch_function__(own, types, args, kwargs)
     if is_question(f) or f == get_version and self.at.get(id(args[0]), -1) < 0: return self._question(f, args, kwargs)
     return self._special(f, args, kwargs or {})
 
