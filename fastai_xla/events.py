@@ -153,7 +153,8 @@ def names_after(
         for n,os in [*named.items(), (f.__name__, ())]: res.setdefault(n, []).extend(os)
     for o,_ in _walk(held):   # as an exception that a helper keeps
         if _is_users(type(o)):
-            for n in res.keys() & vars(o).keys(): res[n].append(vars(o)[n])
+            own = getattr(o, '__dict__', {})   # one with `__slots__` has none
+            for n in res.keys() & own.keys(): res[n].append(own[n])
     return res
 
 # %% ../nbs/api/06a_events.ipynb #5e1a0c05

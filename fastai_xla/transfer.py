@@ -117,6 +117,7 @@ def _send1(t, device):
     t = t.as_subclass(torch.Tensor)
     res = torch.empty_like(t, device=device)
     if t.dim(): return res.copy_(t)
+    if torch._C._len_torch_function_stack(): return t.to(device)   # whoever hears of torch calls hears of no other way
     _XLAC._replace_xla_tensor(res, _XLAC._xla_tensors_from_aten([t], [str(device)])[0])
     return res
 
