@@ -152,7 +152,7 @@ def settle(self:XLAOptCallback,
     written:bool=True, # After a replayed step: may something have been traced since?
 ):
     "Compute what is pending. A step that was replayed has been computed and has moved the random state on; is there more?"
-    if not self.ran and self.begun: sync_apart(_left_by(self.learn), self.learn.iter == 0)
+    if not self.ran and self.begun: sync_apart(_left_by(self.learn), getattr(self.learn, 'iter', 0) == 0)
     elif not self.ran: sync_between()
     elif written:
         before = n_executions()
