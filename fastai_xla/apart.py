@@ -14,7 +14,7 @@ from collections import defaultdict
 import torch
 
 from .runtime import *
-from .runtime import _XLAC, is_ready
+from .runtime import _XLAC
 
 # %% ../nbs/api/00ab_apart.ipynb #4e1f7a22
 class _Taken:
@@ -53,10 +53,10 @@ def sync_apart(
     look:bool, # As of `told_apart`
 ):
     "`sync` with values of their own for `ts`"
+    held = []   # until the sync is over: the constant is one of the tensors that it finds
     try: held = told_apart(waiting, look) if (waiting := _waiting(ts)) else []
-    except RuntimeError: held = []   # `sync` says what is wrong with the graph, and forgets it
+    except RuntimeError: pass   # `sync` says what is wrong with the graph, and forgets it
     sync()
-    held.clear()   # the constant has to live until then
 
 def compute_apart(
     ts:list, # XLA tensors that are about to be read

@@ -154,11 +154,11 @@ def _step(self:Logged, b):
 def _finish(self:Logged):
     "Run the program of the step's calls, or leave them as they have been traced"
     r,learn,batch,log = self.replay,self.replay.learn,self.batch,self.batch.log
-    done = not (log.path or log.refused) or log.answering and self._run()   # a batch may be passed over
+    done = not (log.path or log.miss.refused) or log.answering and self._run()   # a batch may be passed over
     if not done:
         log.ended()
         r.step.batch.tracing = True
-        self._tell(log.refused or log.miss.why, bool(log.refused))
+        self._tell(log.miss.refused or log.miss.why, bool(log.miss.refused))
     log.forget()
     if not (batch.mets or batch.keeping or batch.others): return
     r.give([*batch.mets, *batch.keeping])

@@ -74,6 +74,7 @@ def _tell_singly(self:Replay, why) -> bool: # Is there a reason?
     if why and not fit.singly: warnings.warn(f"`steps_per_execution={self.n_steps}`: the steps of this fit run one by one, as {why}.")
     fit.singly = fit.singly or bool(why)
     return bool(why)
+
 @patch
 def singly(self:Replay) -> bool:
     "Are the steps from here on run one by one? Where that is not known before their batches are read, a warning tells"

@@ -25,10 +25,10 @@ by_epoch = dict(a_list=lambda o, learn, l: l*o.ws[learn.epoch],
     a_bit=lambda o, learn, l: l*(2. if learn.epoch & 1 else 1.),
     linspace=lambda o, learn, l: l*torch.linspace(1, .1, 4)[learn.epoch].item())
 
-def losses_of(f, n=3, replay=True, **kw):
+def losses_of(f, n=3, replay=True, cbs=None, **kw):
     torch.manual_seed(0)
     loss = Loss(f)
-    learn = image_learner(dls=image_dls(shuffle=False), loss_func=loss).to_xla(replay='auto' if replay else False, **kw)
+    learn = image_learner(dls=image_dls(shuffle=False), loss_func=loss, cbs=cbs).to_xla(replay='auto' if replay else False, **kw)
     loss.learn = learn
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter('always')
@@ -82,6 +82,21 @@ def test_audits_of_a_step_that_does_not_change_cost_nothing_else():
     assert not told and not report.plain
     assert audits == {True: 2+3, False: 1+3}   # at the 2nd and 4th batch of 8, at the 2nd of 4, and where epochs begin
     assert report.per_batch() | {'to device': 0} == {'compiles': 0, 'executions': 1, 'to host': 0, 'to device': 0, 'fallbacks': 0}
+
+class Notes(Callback):
+    "The learner has a number more after the first epoch"
+    def after_epoch(self): self.learn.best = self.epoch + 1.
+
+@pytest.mark.parametrize('k', (1, 4))
+@pytest.mark.parametrize('f,reads', [(None, False), (lambda o, learn, l: l*getattr(learn, 'best', .5), True)])
+def test_a_number_that_an_object_gets_after_the_recording(f, reads, k):
+    "It is no other step, unless that reads it"
+    f = f or (lambda o, learn, l: l)
+    right,*_ = losses_of(f, n=4, replay=False, cbs=Notes())
+    losses,told,learn = losses_of(f, n=4, steps_per_execution=k, cbs=Notes())
+    assert torch.allclose(losses, right, atol=1e-6)
+    assert bool(told or learn.xla_report().plain) == reads
+    assert learn.xla_opt.replay.fit.audits[True] >= (1 if reads else 3)
 
 @pytest.mark.parametrize('k', (1, 4))
 def test_a_number_that_has_become_a_constant_in_float32_is_no_other_step(k):

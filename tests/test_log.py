@@ -349,7 +349,7 @@ def test_one_execution_no_compile_no_transfer_to_host():
         c = report.per_batch(phase)
         assert (c['compiles'], c['executions'], c['to host'], c['fallbacks']) == (0, 1, 0, 0), (phase, c)
         assert c['to device'] <= 2   # the batch; numbers and what the step sends
-    assert report.steady["of"].tolist()[0] == 40-2-7 and not learn.xla_opt.replay.fit.plain
+    assert report.steady['of'].tolist()[0] == 40-2-7 and not learn.xla_opt.replay.fit.plain
 
 def test_a_program_takes_over_the_memory_of_what_it_updates(monkeypatch):
     "Else each step that waits for the device would hold another copy of the weights"

@@ -3,8 +3,7 @@
 Retraced and replayed steps, with the numbers of plain fastai on the CPU"""
 from collections import deque
 from test_log import *
-from fastai_xla.apart import told_apart
-import fastai_xla.opt_callback
+import fastai_xla.apart, fastai_xla.opt_callback
 
 class Layers(nn.Module):
     def __init__(self):
@@ -70,7 +69,6 @@ def test_without_a_look_they_are_taken_for_one_another(cls, turn, monkeypatch):
 
 def test_a_large_graph_is_looked_at_again_where_an_epoch_begins(monkeypatch):
     "The first four batches of it are the same: after that it is looked at no more within the epoch"
-    import fastai_xla.apart
     texts,real = [],fastai_xla.apart._XLAC._get_xla_tensors_hlo
     class Core:
         def __getattr__(self, k): return getattr(fastai_xla.runtime._XLAC, k)

@@ -80,7 +80,8 @@ def test_a_function_of_torchs_is_wrapped(o, name, model, wrap, monkeypatch):
         calls[0] = 0
         return model()
     learn = same(lambda: dict(model=start, cbs=lambda: [Tick()]))
-    assert bool(learn.xla_report().plain) == (o is torch and name == 'relu')
+    inside = o is torch and name == 'relu'
+    assert bool(learn.xla_report().plain) == inside and (learn.xla_opt.replay.by_log is None) == inside
 
 # --- methods that a callback replaces within an epoch, in learners that are recorded and in those that are logged
 

@@ -89,7 +89,7 @@ def test_a_thread_reads_between_steps():
 
 def test_a_thread_that_the_step_waits_for_is_told(monkeypatch):
     "It holds a lock, for which the step waits"
-    monkeypatch.setattr('fastai_xla.capture.placeholders._longest', .2)
+    monkeypatch.setattr('fastai_xla.capture.waiting._longest', .2)
     said = []
     class Send(Seeing):
         def __init__(self):

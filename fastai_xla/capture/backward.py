@@ -50,7 +50,10 @@ def _function_reads(f, own=None, seen=()):
     return _code_reads(f.__code__, f.__globals__, f.__qualname__, own, (*seen, f))
 
 @functools.cache
-def looks_outside(cls):
+def looks_outside(
+    cls, # `torch.autograd.Function`
+) -> str: # Empty if nothing
+    "What its code reads beside its arguments"
     if is_known(cls): return f'{cls.__name__} runs code of the user in the backward pass'
     fs = cls.forward,cls.backward,*_helpers(cls).values()
     return first(filter(None, (_function_reads(f, cls) for f in fs))) or ''
@@ -58,12 +61,18 @@ def looks_outside(cls):
 # %% ../../nbs/api/05lb_capture.backward.ipynb #da754734
 _steady = (T, int, float, str, type(None), torch.dtype, torch.device, torch.Size, np.generic)
 
-def why_changed(a):
-    "Why an argument may be another thing later, or hear of what is done, which is done once"
+def why_changed(
+    a, # Argument of an autograd function
+) -> str|None: # As a text
+    "Why it may be another thing later, or hear of what is done, which is done once"
     if isinstance(a, _steady) or callable(a) and is_known(a): return
     if type(a) is tuple and all(isinstance(o, _steady) for o in a): return
     if type(a) is list and a and all(isinstance(o, (int, float)) for o in a): return
     return f'an autograd function is given a {type(a).__name__}'
 
 _steps = {'max', 'min', 'int', 'round', 'abs', 'bool', 'divmod', 'math', 'np', 'numpy'}   # functions of a number that are not smooth
-def branches(f): return any('JUMP' in i.opname and 'IF' in i.opname or i.argval in _steps for i in dis.get_instructions(f))
+def branches(
+    f, # Function
+) -> bool:
+    "May another number in it make another graph?"
+    return any('JUMP' in i.opname and 'IF' in i.opname or i.argval in _steps for i in dis.get_instructions(f))

@@ -25,6 +25,7 @@ from fastcore.all import *
 from ..runtime import *
 from ..runtime import file_name, met
 from ..graphs import selects
+from .effects import is_library_name
 from .known import *
 
 # %% ../../nbs/api/05k_capture.calls.ipynb #8bb723a4
@@ -228,7 +229,8 @@ def node_of(
 class Miss:
     "Where a step's calls are no longer those of earlier ones"
     def __init__(self):
-        self.why,self.fell = '',{}   # `fell`: operators that had run on the CPU until then
+        self.why,self.refused = '',''   # why the step goes on otherwise; why it is not to be replayed at all
+        self.fell = {}   # operators that had run on the CPU until then
         self.given,self.made = [],[]   # placeholders so far, and the tensors that were computed in their place
 
 # %% ../../nbs/api/05k_capture.calls.ipynb #6cf0fea2

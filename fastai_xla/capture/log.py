@@ -8,9 +8,7 @@ Docs: https://fastai-xla.github.io/fastai_xla/api/capture.log.html.md"""
 __all__ = ['Log']
 
 # %% ../../nbs/api/05l_capture.log.ipynb #eb4c4039
-import weakref
 from copy import deepcopy
-from threading import RLock, get_ident
 
 import numpy as np
 import torch
@@ -27,6 +25,7 @@ from .known import *
 from .calls import *
 from .calls import deep_copy, from_array, from_lists, indexing, made_as, mask_of
 from .arguments import *
+from .waiting import *
 
 # %% ../../nbs/api/05l_capture.log.ipynb #c8dd60fd
 class Log(TorchFunctionMode, Arguments):
@@ -35,8 +34,7 @@ class Log(TorchFunctionMode, Arguments):
         super().__init__()
         Arguments.__init__(self)
         self.root,self.known,self.asked,self.busy,self.fresh = Node(),KnownModules(),{},0,[]
-        self.me,self.lock = weakref.ref(self),RLock()
-        self.thread,self.open = None,False   # of a step, which holds the lock meanwhile; does the step's Python run?
+        self.lock = StepLock()
         self.forget()
 
     def forget(self):
@@ -44,12 +42,7 @@ class Log(TorchFunctionMode, Arguments):
         Arguments.forget(self)
         self.objs,self.path,self.miss = [],[],Miss()
         self.turned = {}   # tensors whose `requires_grad` the step has changed -> what is asked in their place
-        self.let_go()
-
-    def let_go(self):
-        "Let other threads go on that wait for values"
-        if self.thread is not None: self.lock.release()
-        self.thread = None
+        self.lock.let_go()
 
     def begin(self):
         "Begin a step: answered as long as its calls are those of an earlier one"
@@ -58,13 +51,11 @@ class Log(TorchFunctionMode, Arguments):
         self.fresh = []
         self.known.look_at_code()
         self.cur,self.answering = self.root,any(n.held is not None for n in self.root.kids)
-        self.refused = ''
         if not self.answering: self.miss.fell = xla_counts().fallbacks
-        self.lock.acquire()
-        self.thread = get_ident()
+        self.lock.take()
 
     def step_calls(self): return StepCalls(list(self.path), self.outside, self.hosts, self.nums, dict(self.taken))
-    def refuse(self, why): self.refused = self.refused or why
+    def refuse(self, why): self.miss.refused = self.miss.refused or why
 
 # %% ../../nbs/api/05l_capture.log.ipynb #267fe386
 _scalars = {'alpha', 'beta', 'value'}   # numbers to torch, also where they are given as tensors

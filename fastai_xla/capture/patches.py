@@ -99,7 +99,7 @@ def _as_they_are(ts):
 def _elsewhere():
     "In another thread than that of the step what is pending waits for the step to end, which would be cut in two"
     log,thread = _active[-1]
-    if (other := thread != threading.get_ident()): log.wait()
+    if (other := thread != threading.get_ident()): log.lock.wait()
     return other
 
 def _seeding():
@@ -186,7 +186,7 @@ def _not_replayed(f, why, but=lambda o: False):
     def _inner(self, *args, **kwargs):
         if _active and (log := active()) and not but(self):
             give_up(f'{user_line()} {why}')
-            log.let_go()
+            log.lock.let_go()
         return f(self, *args, **kwargs)
     stand_ins.add(_inner.__code__)
     return _inner
@@ -249,9 +249,9 @@ def logging(
     # what `torch.compile` has compiled is called as it was written: dynamo would trace the log
     as_written = torch.compiler.set_stance('force_eager') if 'torch._dynamo' in sys.modules else nullcontext()
     _active.append((log, threading.get_ident()))
-    log.open = True
+    log.lock.open = True
     try:
         with as_written, log: yield
     finally:
-        log.open = False
+        log.lock.open = False
         _active.pop()

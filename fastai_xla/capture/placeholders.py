@@ -9,8 +9,7 @@ __all__ = ['Later']
 
 # %% ../../nbs/api/05la_capture.placeholders.ipynb #03895fce
 import sys
-from threading import get_ident
-from weakref import getweakrefcount
+from weakref import getweakrefcount, ref
 
 import torch
 from torch.utils import _pytree as pytree
@@ -21,15 +20,13 @@ from ..runtime import *
 from ..runtime import note_filled
 from ..graphs import *
 from ..draws import python_lock
-from .known import is_library_name
+from .effects import is_library_name
 from .calls import *
 from .arguments import *
 from .again import *
 from .log import *
 
 # %% ../../nbs/api/05la_capture.placeholders.ipynb #7b0c1d02
-_longest = 60   # seconds that another thread waits while the step's Python runs
-
 class Later(T):
     "What is within a placeholder: whoever calls torch with that, where no log hears of it, waits for the value"
     __torch_function__ = torch._C._disabled_torch_function_impl
@@ -38,7 +35,7 @@ class Later(T):
         "A placeholder for a result of such a `Kind`"
         with torch._C.DisableTorchFunctionSubclass():
             t = T._make_wrapper_subclass(Later, kind.shape, strides=kind.stride, dtype=kind.dtype, device=kind.device)
-            t.log,t.value = log.me,None
+            t.log,t.value = ref(log),None
             t = torch._to_functional_tensor(t)
         if kind.cls is not T: t.__class__ = kind.cls
         return t
@@ -59,22 +56,11 @@ def _later(t):
     with torch._C.DisableTorchFunctionSubclass(): return torch._from_functional_tensor(t)
 
 # %% ../../nbs/api/05la_capture.placeholders.ipynb #7b0c1d03
-_stuck = ("a result of a step is read in another thread, and the step waits for that thread, or takes more than {} s: "
-          "`detach()` it and read it in `after_batch`, which is outside of the step")
-
-@patch
-def wait(self:Log):
-    "In another thread: until the step is over. The step itself may wait for who reads a batch ahead"
-    if python_lock._is_owned(): return
-    while not self.lock.acquire(timeout=_longest):
-        if self.open: raise RuntimeError(_stuck.format(_longest))
-    self.lock.release()
-
 @patch
 def _value_of(self:Log, later):
     "That of the step, once it is over; where the step's own thread asks, it is computed now"
-    if self.thread == get_ident(): self._unheard()
-    else: self.wait()
+    if self.lock.is_mine(): self._unheard()
+    else: self.lock.wait()
     if later.value is not None: return later.value
     made = first(v for t,v in zip(self.miss.given, self.miss.made) if _later(t) is later)
     if made is None: raise RuntimeError("a result of an earlier step is used that nobody has held")
@@ -229,7 +215,7 @@ def ended(self:Log):
         if c > 3: self.renew(i, self.miss.made[i].detach())
     self.tidy(self.miss.given)
     if self.path: self._check_grads()
-    if self.refused: return self.prune()
+    if self.miss.refused: return self.prune()
     if self.path:
         end = self.path[-1].end = self.path[-1].end or End()
         end.changed = [j for j,p in enumerate(pending(self.outside) if self.outside else ()) if p]

@@ -155,10 +155,6 @@ def returned(self:Reads,
     "Follow it as if it were a variable"
     if code in self.asked: self._walk(v, code, 'what a call returns')
 
-@patch
-def _set(self:Reads): return frozenset().union(*(code_names(c).stores for c in self.asked))   # attributes that the step's code sets
-
-
 # %% ../../nbs/api/05f_capture.reads.ipynb #33fbe428
 @patch
 def _later(self:Reads, me, code):
@@ -220,8 +216,8 @@ def _kept(self:Reads, v):
     if isinstance(v, _lists): return type(v),tuple(map(self._kept, v))
     if isinstance(v, partial): return id(v.func),self._kept(v.args),self._kept(v.keywords)
     if isinstance(v, MethodType): return id(v.__self__),id(v.__func__)
-    try: return id(v),bytes(memoryview(v))   # as `array.array` and those of `ctypes`
-    except TypeError: return id(v)
+    try: return id(v),checksum(np.frombuffer(v, np.uint8))   # as of an `array.array`, or of `ctypes`
+    except (TypeError, ValueError, BufferError): return id(v)
 
 @patch
 def forget_new(self:Reads,
@@ -265,7 +261,8 @@ def find_variables(self:Reads):
     for f in gc.get_referrers(*codes) if codes else ():
         if not isinstance(f, FunctionType) or f.__code__ not in codes: continue
         for n,c in zip(f.__code__.co_freevars, f.__closure__ or ()): self._read(c, 'cell_contents', f.__code__, n)
-    left = first((n, c) for c,names in self.asked.items() for n in sorted(names - self._set()))
+    stored = frozenset().union(*(code_names(c).stores for c in self.asked))   # attributes that the step's code sets
+    left = first((n, c) for c,names in self.asked.items() for n in sorted(names - stored))
     if left: raise Refused(f"{left[1].co_name} (line {left[1].co_firstlineno}) reads `.{left[0]}` of what cannot be followed: "
                            "an object that comes out of a call or an index; keep it in a variable or an attribute")
     self.places = {at: (d, k, kept, v if kept == id(v) else None, None, path, owner)

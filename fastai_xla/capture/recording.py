@@ -108,7 +108,7 @@ def audit_first(self:Recording,
 ):
     "The same for that step alone. The first time it is not compared, but kept for those that follow"
     places,graph = self.trace.args[1],self.graph.first
-    def trace(seed, taken=()): return Trace(fn, places, inputs, self.numbers.get(), seed=seed, taken=taken, watched=self.guards.users)
+    def trace(seed, taken=()): return Trace(fn, places, inputs, self._numbers(), seed=seed, taken=taken, watched=self.guards.users)
     with python_lock:
         if graph is None:
             new = StepGraph(trace(2))
@@ -120,9 +120,15 @@ def audit_first(self:Recording,
         finally: graph.put_back(found)
 
 @patch
+def _numbers(self:Recording):
+    now = self.numbers.get()
+    now.leave_out(self.graph.tape.names)   # a step that reads them is another one anyway
+    return now
+
+@patch
 def _retrace(self:Recording, inputs, others={}, taken=()):
     with python_lock:
-        trace = self.trace(inputs, self.numbers.get(), seed=3, others=others, taken=taken, watched=self.guards.users)
+        trace = self.trace(inputs, self._numbers(), seed=3, others=others, taken=taken, watched=self.guards.users)
     self.graph.tape.true = trace.tape.true
     self.graph.compare(trace)
 

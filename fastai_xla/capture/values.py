@@ -118,6 +118,13 @@ def show(self:Numbers,
         else: put_number(d, k, new[name])
 
 @patch
+def leave_out(self:Numbers,
+    names, # Those of another trace
+):
+    "Let numbers that objects have got since then be as they are"
+    self.places = {i: p for i,p in self.places.items() if p[3] or p[2] in names}
+
+@patch
 def show_later(self:Numbers,
     j:int, # Which step, from 1
 ):

@@ -18,7 +18,7 @@ from fastcore.all import *
 
 from ..runtime import *
 from ..runtime import is_cleared
-from .effects import is_library, with_inner
+from .effects import is_library, is_library_name, with_inner
 from .state import content
 
 # %% ../../nbs/api/05e_capture.watch.ipynb #05e0c0d2
@@ -50,7 +50,7 @@ class LibraryCode:
         "Watch these as well"
         new = [c for c in classes if c not in self.classes]
         self.classes.update(dict.fromkeys(new))
-        for c in [c for c in new if is_library(c.__module__) or c.__module__.partition('.')[0] == 'timm']:
+        for c in [c for c in new if is_library_name(c.__module__)]:
             for i,(d,names) in _reached_from(c).items(): self.places[i] = d,sorted({*names, *self.places.get(i, (d, ()))[1]})
 
     def now(self) -> list: # To be compared by identity
