@@ -280,7 +280,9 @@ def n_moves() -> int:
 
 def settle_tensors():
     "Compute what is pending, without moving the random state on"
-    with in_one_thread: _XLAC._xla_sync_live_tensors(_here(), [], False)
+    with in_one_thread:
+        held = pending_apart(_here())   # until they are computed
+        _XLAC._xla_sync_live_tensors(_here(), [], False)
 
 def compute(
     ts:list, # XLA tensors

@@ -3,7 +3,8 @@
 Retraced and replayed steps, with the numbers of plain fastai on the CPU"""
 from collections import deque
 from test_log import *
-import fastai_xla.apart, fastai_xla.opt_callback
+from common import image_dls, image_learner
+import fastai_xla.apart, fastai_xla.graphs, fastai_xla.opt_callback
 
 class Layers(nn.Module):
     def __init__(self):
@@ -64,11 +65,11 @@ def test_like_tensors_take_turns(cls, turn, replay):
 @pytest.mark.parametrize('cls,turn', cases[:1])
 def test_without_a_look_they_are_taken_for_one_another(cls, turn, monkeypatch):
     "The control: a `sync` as torch_xla has it"
-    monkeypatch.setattr(fastai_xla.opt_callback, 'sync_apart', lambda ts, look: sync())
+    monkeypatch.setattr(fastai_xla.opt_callback, 'sync_known', lambda ts, look: fastai_xla.runtime.torch_xla.sync())
     with pytest.raises(AssertionError): test_like_tensors_take_turns(cls, turn, False)
 
 def test_a_large_graph_is_looked_at_again_where_an_epoch_begins(monkeypatch):
-    "The first four batches of it are the same: after that it is looked at no more within the epoch"
+    "The first four batches of it are the same: after that it is looked at once more within the epoch"
     texts,real = [],fastai_xla.apart._XLAC._get_xla_tensors_hlo
     class Core:
         def __getattr__(self, k): return getattr(fastai_xla.runtime._XLAC, k)
@@ -81,4 +82,35 @@ def test_a_large_graph_is_looked_at_again_where_an_epoch_begins(monkeypatch):
             super().__init__()
             self.ls.append(nn.Linear(8, 8).requires_grad_(False))
     test_like_tensors_take_turns(Five, by_epoch, False)
-    assert len(texts) < 44, len(texts)   # of 40 batches of training and 8 of validation: not of the last of the first epoch
+    assert len(texts) < 44, len(texts)   # of 40 batches of training and 8 of validation: not of five in the first epoch
+
+class Keeps(Callback):
+    "What nobody reads before the fit is over: the batch after computes it, beside whatever else is pending"
+    def before_fit(self):
+        d = next(self.learn.model.parameters()).device
+        ts = torch.randn(5, 8, generator=torch.Generator().manual_seed(3))
+        *self.ps,self.sum = (t.to(d) for t in ts)
+        self.o,self.n = SimpleNamespace(sum=self.sum*2),0
+    def after_batch(self):
+        self.n += 1
+        p,q = (self.ps[(self.n+i)%4] for i in range(2))
+        self.sum = self.sum*.9 + p*torch.stack(self.ps).mean(0)
+        self.o.sum = self.o.sum*.9 + q*torch.stack(self.ps).mean(0)
+    def after_fit(self): self.kept = [o.cpu() for o in (self.sum, self.o.sum)]
+
+def what_it_keeps(**kw):
+    cb = Keeps()
+    learn = image_learner(dls=image_dls(shuffle=False), cbs=cb)
+    if kw: learn.to_xla(**kw)
+    with learn.no_bar(), learn.no_logging(): learn.fit(2, 1e-2)
+    return cb.kept
+
+def as_kept(**kw): return all(map(partial(torch.allclose, rtol=1e-4, atol=1e-5), what_it_keeps(**kw), what_it_keeps()))
+
+@pytest.mark.parametrize('kw', [dict(replay='auto'), dict(replay=False), dict(steps_per_execution=4)])
+def test_what_a_callback_computes_and_never_reads(kw): assert as_kept(**kw)
+
+def test_torch_xla_computes_something_else_there(monkeypatch):
+    "The control"
+    monkeypatch.setattr(fastai_xla.graphs, 'pending_apart', lambda *args: [])
+    assert not as_kept(replay='auto')
