@@ -88,6 +88,13 @@ def _before_step(self:Replay):
     apart = self.step.batch.apart
     return f"the batch transforms, which the step cannot hold: {apart}" if apart else "the batch transforms"
 
+@patch
+def _settle_before(self:Replay):
+    "Compute what is pending: the step's program takes over the memory of what it updates, of which a callback may have made something"
+    before = n_executions()
+    settle_tensors()
+    if n_executions() > before: self.fit.beside[self._before_step()] += 1
+
 # %% ../nbs/api/06b_replay.ipynb #06b00001
 def _zeros(met, device):
     "A metric whose sum has not begun starts from zeros on the device"
@@ -111,9 +118,7 @@ def do_batch(self:Replay) -> bool: # Has the step been done?
         fit.reason = recs
         return False
     self.stream.before_step()
-    if any(pending([t for t in inputs if is_xla(t)])):
-        settle_tensors()
-        fit.beside[self._before_step()] += 1
+    if any(pending([t for t in inputs if is_xla(t)])) or step.acting('looks at the batch', _looks): self._settle_before()
     for m in step.parts.mets: _zeros(m, learn.xla_opt.device)
     methods = None if same else methods_now(learn)
     rec = next((r for r in recs if (same or r.beside.methods == methods) and r.ready(same)), None)

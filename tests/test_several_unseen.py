@@ -1,6 +1,7 @@
 "Several steps as one, beside code that acts between them or is not seen at first: as fastai on the CPU, and as retraced"
-import warnings
+import ctypes, warnings
 from test_log import *
+from array import array   # in the place of fastai's
 
 def fitted(story, n=2, **to):
     "What a fit leaves, on the CPU without `to`; the learner, and why steps have been run one by one"
@@ -170,3 +171,37 @@ class Keeps(Shifts):
 @pytest.mark.parametrize('model', [Shifts, Swaps, Keeps])
 def test_a_step_moves_tensors_from_place_to_place(model, k):
     agrees(lambda: (dict(model=model()), lambda l: l.model.h if model is Keeps else []), None, k=k, n=3)
+
+# --- state of the user's
+
+class Fills(Callback):
+    "Has `make()` changed by `f` within each step"
+    def __init__(self, make, f): self.b,self.f = make(),f
+    def after_pred(self):
+        if self.training: self.f(self.b, self.train_iter % 256)
+def adds(b, i): b.append(i)
+def counts_up(b, i): b[0] += 1
+def puts(b, i): b[i % len(b)] = i
+
+@pytest.mark.parametrize('make,f', [(bytearray, adds), (partial(bytearray, 4), puts), (lambda: memoryview(bytearray(4)), counts_up),
+                                    (lambda: array('i', [0, 0]), counts_up), (lambda: (ctypes.c_int*2)(), counts_up)])
+def test_bytes_that_a_step_changes(make, f):
+    "They had been changed by each trace"
+    def story():
+        cb = Fills(make, f)
+        return dict(cbs=cb),lambda learn: [list(cb.b)]
+    agrees(story, 'changes a bytearray' if f is adds else 'self.b')
+
+class Snapshots(Callback):
+    "Takes something of the weights before some of the steps"
+    def __init__(self, take): self.take,self.seen = take,[]
+    def before_batch(self):
+        if self.training and self.train_iter in (7, 12): self.seen.append(self.take([p.detach() for p in self.model.parameters()]))
+
+@pytest.mark.parametrize('take', [lambda ps: [p.clone() for p in ps], lambda ps: [torch.stack([p.norm() for p in ps]).sum()]])
+def test_what_is_taken_of_the_weights_before_a_step(take):
+    "It ended the fit: the program of the step took over the weights' memory before it was computed"
+    def story():
+        cb = Snapshots(take)
+        return dict(cbs=cb),lambda learn: cb.seen
+    agrees(story, 'looks at each batch')

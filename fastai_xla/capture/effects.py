@@ -67,7 +67,7 @@ def _effect_of_call(f):
     if isinstance(o, ModuleType):
         return ('' if _root(f) in _libraries or o.__name__ == 'builtins' and name in _harmless
                 else f'calls {o.__name__}.{name}' if o.__name__ != 'builtins' else f'calls {name}')
-    if isinstance(o, (list, dict, set, deque)):
+    if isinstance(o, (list, dict, set, deque, bytearray)):
         return f'changes a {type(o).__name__} (with .{name})' if name in _changes and id(o) not in _ids() else ''
     return '' if _root(type(o)) in _libraries | _values else f'calls .{name} of a {type(o).__name__}'
 

@@ -31,7 +31,7 @@ class StepGraph:
         self.hash,self.sources = graph.hash,graph.sources
         self.consts,self.kept = graph.consts,graph.held   # their values, and tensors on the device
         self.drawn = trace.draws.fs   # what draws on the host
-        self.meanings,self.doubts = trace.meanings,{}   # constant -> numbers that it may be; that it may also be by chance
+        self.meanings,self.doubts = trace.meanings,None   # constant -> numbers that it may be; that it may also be by chance
         floats = [(k, c) for k,c in self.consts.items() if c.is_floating_point() and not c.dim()]
         self.unlike = [c.item() for k,c in floats if not self.meanings[k]]   # which are no number now
         self.handle = None   # of its program
@@ -58,9 +58,10 @@ def compare(self:StepGraph,
     if not other.draws.made_by(self.drawn): raise Refused("the step draws other random numbers on the host each time")
     if other.tape.ops != self.tape.ops or other.tape.guards != self.tape.guards:
         raise Refused("the step computes its Python numbers in different ways")
+    if first := self.doubts is None: self.doubts = {}
     for k,c in other.graph.consts.items():
         self.meanings[k] = self.meanings.get(k, set()) & other.meanings.get(k, set())
-        self._doubt(k, c)
+        if first or k in self.doubts: self._doubt(k, c)
         if not self.meanings[k] and not torch.equal(torch.nan_to_num(self.consts[k]), torch.nan_to_num(c)):
             what = (f"the number {self.consts[k].item():.7g} is {c.item():.7g} the next time" if c.dim() == 0
                     else f"a tensor of shape {tuple(c.shape)} that the step makes on the host has other values the next time")
@@ -70,7 +71,7 @@ def compare(self:StepGraph,
 def _doubt(self:StepGraph, k, c):
     """A constant that equals a number shown as it is may be that number, or not
 
-    It is a constant until the number changes, and then looked at again"""
+    It is a constant until the number changes, and then looked at again. One that has changed with its number is never a constant again"""
     self.doubts.pop(k, None)
     certain = any(self.tape.hidden[i] for i in self.meanings[k]) or not torch.equal(self.consts[k], c)
     if self.meanings[k] and not certain: self.doubts[k] = {i: self.tape.true[i] for i in self.meanings[k]}

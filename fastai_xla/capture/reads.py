@@ -8,7 +8,8 @@ Docs: https://fastai-xla.github.io/fastai_xla/api/capture.reads.html.md"""
 __all__ = ['Reads']
 
 # %% ../../nbs/api/05f_capture.reads.ipynb #0094e06f
-import gc, random, weakref
+import ctypes, gc, random, weakref
+from array import array
 from collections import ChainMap, UserDict, UserList, deque
 from functools import partial
 from logging import Logger
@@ -31,6 +32,7 @@ from .watch import of_batch
 _plain = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _lists = (list, tuple, set, frozenset, deque, L)
 _draws = (random.Random, np.random.Generator, np.random.RandomState, np.random.BitGenerator, torch.Generator)
+_bytes = bytearray, memoryview, array, ctypes.Array
 _missing = object()
 
 def _get(d, k):
@@ -48,6 +50,7 @@ def _moves(v):
 def _copy(v):
     "What is put back where a step has changed `v` in place"
     if isinstance(v, (list, dict, set, deque, np.ndarray)): return v.copy()
+    if isinstance(v, _bytes): return bytes(v)
     if isinstance(v, torch.Tensor) and not is_xla(v): return v.detach().clone()
     if isinstance(v, torch.Tensor) and not pending([v])[0]: return Kept([v])
 
@@ -55,6 +58,8 @@ def _put_back(v, was):
     if isinstance(was, Kept): was.restore()
     elif isinstance(v, torch.Tensor): v.copy_(was)
     elif isinstance(v, np.ndarray): v[...] = was
+    elif isinstance(v, bytearray): v[:] = was
+    elif isinstance(v, _bytes): memoryview(v).cast('B')[:] = was
     elif was is not None:
         v.clear()
         (v.update if isinstance(v, (dict, set)) else v.extend)(was)
@@ -236,7 +241,7 @@ def restore(self:Reads) -> str: # The first such place; empty if there is none
     for d,k,kept,v,was,path,owner in self.places.values():
         now = _get(d, k)
         # of containers and arrays in place nobody else knows
-        if id(d) in self.known and not (now is v and isinstance(v, (np.ndarray, set, deque))): continue
+        if id(d) in self.known and not (now is v and isinstance(v, (np.ndarray, set, deque, *_bytes))): continue
         moved = (now is not v and isinstance(v, torch.Tensor)
                  or isinstance(v, torch.Tensor) and is_xla(v) and was is not None and pending([v])[0])
         moved = moved or any(a is not b for a,b in zip(_items(v), _items(was)) if isinstance(a, torch.Tensor))
