@@ -6,7 +6,7 @@ Docs: https://fastai-xla.github.io/fastai_xla/api/events.html.md"""
 
 # %% auto #0
 __all__ = ['in_step', 'outside_step', 'of_batches', 'cancels', 'hears_all', 'acts', 'is_user_callback', 'may_raise', 'ends_batch',
-           'run_after', 'names_after', 'cuts_short', 'reads_grads', 'sees_metrics', 'may_see']
+           'held_by', 'run_after', 'names_after', 'cuts_short', 'reads_grads', 'sees_metrics', 'may_see']
 
 # %% ../nbs/api/06a_events.ipynb #48c937e5
 import sys
@@ -23,6 +23,7 @@ from fastai.callback.core import *
 from fastai.learner import Learner
 from fastai.metrics import LossMetric
 
+from .runtime import is_xla
 from .capture.effects import functions_in, is_library, names_in, rewrites
 
 # %% ../nbs/api/06a_events.ipynb #30a3a45f
@@ -109,6 +110,23 @@ def _walk(roots):
         todo += [(v, depth+1) for v in (*new, *(o for _,found in named for os in found.values() for o in os))]
 
 def _is_own(f): return not is_library(getattr(f, '__module__', None) or '')
+
+# %% ../nbs/api/06a_events.ipynb #5e1a0c1b
+def held_by(
+    cbs, # Callbacks
+) -> list: # XLA tensors
+    "Those in their attributes, and in what these hold; of long lists the last"
+    found,seen,todo = [],set(),[vars(cb) for cb in cbs]
+    while todo and len(seen) < _most:
+        o = todo.pop()
+        if isinstance(o, torch.Tensor): found += [o]*is_xla(o)
+        elif isinstance(o, (str, int, float, NoneType, type, ModuleType, Learner, *_functions)) or id(o) in seen: continue
+        elif isinstance(o, nn.Module): todo += [*o.parameters(), *o.buffers()]
+        elif isinstance(o, dict): todo += o.values()
+        elif isinstance(o, (list, tuple, set, deque)): todo += list(o)[-100:]
+        elif hasattr(o, '__dict__'): todo.append(vars(o))
+        seen.add(id(o))
+    return found
 
 # %% ../nbs/api/06a_events.ipynb #5e1a0c04
 def _is_users(cls):

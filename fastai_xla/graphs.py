@@ -27,10 +27,9 @@ from .transfer import *
 
 # %% ../nbs/api/00b_graphs.ipynb #9531f8a2
 def _core(name):
-    if not hasattr(_XLAC, name):
-        raise RuntimeError(f"torch_xla {_version('torch_xla')} has no {name}, through which graphs are "
-                           f"read. fastai_xla is tested with torch_xla 2.9; training does not need it.")
-    return getattr(_XLAC, name)
+    if hasattr(_XLAC, name): return getattr(_XLAC, name)
+    raise RuntimeError(f"torch_xla {_version('torch_xla')} has no {name}, through which graphs are "
+                       f"read. fastai_xla is tested with torch_xla 2.9; training does not need it.")
 
 def pending(
     ts:list, # XLA tensors
@@ -280,9 +279,7 @@ def n_moves() -> int:
 
 def settle_tensors():
     "Compute what is pending, without moving the random state on"
-    with in_one_thread:
-        held = pending_apart(_here())   # until they are computed
-        _XLAC._xla_sync_live_tensors(_here(), [], False)
+    settle_known((), True)
 
 def compute(
     ts:list, # XLA tensors

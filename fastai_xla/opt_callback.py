@@ -142,8 +142,7 @@ class XLAOptCallback(Callback):
 
 # %% ../nbs/api/06f_opt_callback.ipynb #7dfd670f
 def _left_by(learn):
-    "XLA tensors that a step leaves behind, if that is all that is pending"
-    if any(map(is_user_callback, learn.cbs)): return []
+    "XLA tensors that a step leaves behind"
     ts = [t for m in modules_of(learn) for p in (*m.parameters(), *m.buffers()) for t in (p, p.grad)]
     if learn.opt is not None: ts += [t for st in innermost(learn.opt).state.values() for t in flatten(st)[0]]
     ts += flatten([getattr(learn, k, None) for k in ('pred', 'loss')])[0]
@@ -154,11 +153,12 @@ def settle(self:XLAOptCallback,
     written:bool=True, # After a replayed step: may something have been traced since?
 ):
     "Compute what is pending. A step that was replayed has been computed and has moved the random state on; is there more?"
-    if not self.ran and self.begun: sync_known(_left_by(self.learn), getattr(self.learn, 'iter', 0) == 0)
+    cbs,first = [cb for cb in self.learn.cbs if is_user_callback(cb)],getattr(self.learn, 'iter', 0) == 0
+    if not self.ran and self.begun: sync_known(_left_by(self.learn) + held_by(cbs), first, not cbs)
     elif not self.ran: sync_between()
     elif written:
         before = n_executions()
-        settle_tensors()
+        settle_known(held_by(cbs), first)
         if self.replay and n_executions() > before: self.replay.after_step()
     self.ran = self.begun = False
     if self.replay: self.replay.stream.end()

@@ -18,6 +18,7 @@ from fastai.callback.core import *
 from fastai.learner import Learner, AvgSmoothLoss
 
 from .runtime import *
+from .apart import *
 from .graphs import *
 from .transfer import *
 from .compat.learner import keeps_metrics
@@ -73,6 +74,7 @@ def names_of(
     "Their classes, for a text"
     return ', '.join(dict.fromkeys(type(cb).__name__ for cb in cbs))
 
+# %% ../nbs/api/06b_replay.ipynb #6e4d5463
 @patch
 def after_step(self:Replay):
     "Note that callbacks have left something to compute after a replayed step"
@@ -92,7 +94,7 @@ def _before_step(self:Replay):
 def _settle_before(self:Replay):
     "Compute what is pending: the step's program takes over the memory of what it updates, of which a callback may have made something"
     before = n_executions()
-    settle_tensors()
+    settle_known(held_by(self.step.acting('looks at the batch', _looks)), self.learn.iter == 0)
     if n_executions() > before: self.fit.beside[self._before_step()] += 1
 
 # %% ../nbs/api/06b_replay.ipynb #06b00001

@@ -131,6 +131,7 @@ def show_later(self:Numbers,
     "Put the hyper-parameters of a later step into their places"
     for (i,k),v in self.later[j-1].items(): put_number(self.hypers[i], k, self.tape.name((j, i, k), v))
 
+# %% ../../nbs/api/05c_capture.values.ipynb #5a3c3002
 @patch
 def restore(self:Numbers):
     "Put the plain numbers back"
