@@ -153,12 +153,12 @@ def settle(self:XLAOptCallback,
     written:bool=True, # After a replayed step: may something have been traced since?
 ):
     "Compute what is pending. A step that was replayed has been computed and has moved the random state on; is there more?"
-    cbs,first = [cb for cb in self.learn.cbs if is_user_callback(cb)],getattr(self.learn, 'iter', 0) == 0
-    if not self.ran and self.begun: sync_known(_left_by(self.learn) + held_by(cbs), first, not cbs)
+    held = held_by(cb for cb in self.learn.cbs if is_user_callback(cb)) if self.begun or self.ran else []
+    if not self.ran and self.begun: sync_apart(_left_by(self.learn) + held, any(pending(held)) or getattr(self.learn, 'iter', 0) == 0)
     elif not self.ran: sync_between()
     elif written:
         before = n_executions()
-        settle_known(held_by(cbs), first)
+        settle_apart(held)
         if self.replay and n_executions() > before: self.replay.after_step()
     self.ran = self.begun = False
     if self.replay: self.replay.stream.end()

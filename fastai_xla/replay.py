@@ -94,7 +94,7 @@ def _before_step(self:Replay):
 def _settle_before(self:Replay):
     "Compute what is pending: the step's program takes over the memory of what it updates, of which a callback may have made something"
     before = n_executions()
-    settle_known(held_by(self.step.acting('looks at the batch', _looks)), self.learn.iter == 0)
+    settle_apart(held_by(self.step.acting('looks at the batch', _looks)))
     if n_executions() > before: self.fit.beside[self._before_step()] += 1
 
 # %% ../nbs/api/06b_replay.ipynb #06b00001

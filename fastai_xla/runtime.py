@@ -183,18 +183,12 @@ def programs_to(
     try: yield
     finally: _takers.remove(f)
 
-_to_hold = []   # functions that give tensors to be computed along with the rest
-
-def _sync(wait=False):
-    for f in _takers: f([], [])
-    with in_one_thread: torch_xla.sync(wait=wait)
-
 def sync(
     wait:bool=False, # Wait until the device has finished? Otherwise the host goes on while the device computes
 ):
     "Compile (if the graph is new) and run everything that has been traced since the last sync"
-    held = [f() for f in _to_hold]   # until it is over: they are among the tensors that it finds
-    _sync(wait)
+    for f in _takers: f([], [])
+    with in_one_thread: torch_xla.sync(wait=wait)
 
 # %% ../nbs/api/00_runtime.ipynb #ff8f3147
 _looks,_runs = [0],[0]   # how often `Look` has looked; graphs run by `run_graph`, which torch_xla does not count

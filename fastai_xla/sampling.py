@@ -117,7 +117,7 @@ def _chain(move, grad, state, table, clip, bar, energies):
         with shared_scalars() if is_xla(state[0]) else nullcontext(): state,table,e = _turn(move, grad, state, table, clip)
         if energies: hist.append(e)
         if hasattr(bar, 'comment'): _show(bar, look, e)
-        if is_xla(e): sync_known([e, *state])
+        if is_xla(e): sync_apart([e, *state])
     return state,hist
 
 # %% ../nbs/api/10_sampling.ipynb #2e756f3c
@@ -226,7 +226,7 @@ def before_batch(self:ContrastiveDivergence):
     self.fake = [x, *(o.clone() for o in y)]
     again = _rows(torch.rand(len(x), device=x.device) < self.restart, x)
     self.chains[i] = [torch.where(again, self.start(self.real[0]), x), *y]
-    if is_xla(x): sync_known([self.chains[i][0]])
+    if is_xla(x): sync_apart([self.chains[i][0]])
     self.i += 1
 
 @patch

@@ -65,7 +65,7 @@ def test_like_tensors_take_turns(cls, turn, replay):
 @pytest.mark.parametrize('cls,turn', cases[:1])
 def test_without_a_look_they_are_taken_for_one_another(cls, turn, monkeypatch):
     "The control: a `sync` as torch_xla has it"
-    monkeypatch.setattr(fastai_xla.opt_callback, 'sync_known', lambda *args: fastai_xla.runtime.torch_xla.sync())
+    monkeypatch.setattr(fastai_xla.opt_callback, 'sync_apart', lambda *args: fastai_xla.runtime.torch_xla.sync())
     with pytest.raises(AssertionError): test_like_tensors_take_turns(cls, turn, False)
 
 def test_a_large_graph_is_looked_at_again_where_an_epoch_begins(monkeypatch):
@@ -112,5 +112,5 @@ def test_what_a_callback_computes_and_never_reads(kw): assert as_kept(**kw)
 
 def test_torch_xla_computes_something_else_there(monkeypatch):
     "The control"
-    monkeypatch.setattr(fastai_xla.apart, 'pending_apart', lambda *args: [])
+    monkeypatch.setattr(fastai_xla.opt_callback, 'held_by', lambda cbs: [])
     assert not as_kept(replay='auto')
