@@ -122,7 +122,7 @@ def _remembers(t):
 def _as_of_a_run(outside, taken):
     own = {id(v) for _,places in taken.values() for _,_,v in places}
     ts = [t for t in outside if t.is_leaf and type(t) is not P and id(t) not in own and t.is_floating_point() and t.numel()]
-    ts = [t for t,n in zip(ts, n_holders(ts)) if not n and _remembers(t)]
+    ts = [t for t,n in zip(ts, n_holders(ts)) if not n and not is_shared([t]) and _remembers(t)]
     drop_pending()
     new = send_batch([h.as_subclass(T).contiguous() for h in fetch([t.detach() for t in ts])], here()) if ts else []
     for t,n in zip(ts, new): set_data(t, n if type(t) is T else T._make_subclass(type(t), n))
