@@ -6,7 +6,8 @@ Docs: https://fastai-xla.github.io/fastai_xla/api/events.html.md"""
 
 # %% auto #0
 __all__ = ['in_step', 'outside_step', 'of_batches', 'cancels', 'hears_all', 'acts', 'is_user_callback', 'may_raise', 'ends_batch',
-           'held_by', 'run_after', 'names_after', 'cuts_short', 'reads_grads', 'sees_metrics', 'may_see']
+           'tensors_in', 'held_by', 'seen_after', 'run_after', 'names_after', 'cuts_short', 'reads_grads',
+           'sees_metrics', 'may_see']
 
 # %% ../nbs/api/06a_events.ipynb #48c937e5
 import sys
@@ -112,11 +113,11 @@ def _walk(roots):
 def _is_own(f): return not is_library(getattr(f, '__module__', None) or '')
 
 # %% ../nbs/api/06a_events.ipynb #5e1a0c1b
-def held_by(
-    cbs, # Callbacks
+def tensors_in(
+    objects, # Attributes, or dicts of them
 ) -> list: # XLA tensors
-    "Those in their attributes, and in what these hold; of long lists the last"
-    found,seen,todo = [],set(),[vars(cb) for cb in cbs]
+    "Those among `objects`, and in what these hold; of long lists the last"
+    found,seen,todo = [],set(),list(objects)
     while todo and len(seen) < _most:
         o = todo.pop()
         if isinstance(o, torch.Tensor): found += [o]*is_xla(o)
@@ -127,6 +128,19 @@ def held_by(
         elif hasattr(o, '__dict__'): todo.append(vars(o))
         seen.add(id(o))
     return found
+
+def held_by(
+    cbs, # Callbacks
+) -> list: # XLA tensors
+    "Those in their attributes, and in what these hold"
+    return tensors_in(map(vars, cbs))
+
+def seen_after(
+    cbs, # Callbacks
+) -> list: # XLA tensors
+    "Those that stand in an attribute of theirs which their `after_batch` names"
+    names = {cb: names_after(cb) for cb in cbs}
+    return tensors_in(v for cb in cbs for k,v in vars(cb).items() if k in names[cb])
 
 # %% ../nbs/api/06a_events.ipynb #5e1a0c04
 def _is_users(cls):

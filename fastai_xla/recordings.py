@@ -20,6 +20,7 @@ from fastai.callback.core import *
 from fastai.learner import Learner
 
 from .runtime import is_xla
+from .graphs import tensor_id
 from .capture.state import *
 from .capture.effects import is_library
 from .capture.recording import *
@@ -88,15 +89,17 @@ def _recordable(actors, inputs):
 @patch
 def _tracer(self:Recordings, left, ends):
     "Function for `Trace`; notes what each step leaves on objects, and how it ends"
-    learn,step,start = self.learn,self.step,{}
+    learn,step,start,changed = self.learn,self.step,{},[]
     def traced(j):
         if j: next_batch(learn)
         held,parts = dict(learn.__dict__),[(d, dict(d)) for d in step.tfm_parts()]
         if j == 0: start.update(held)
-        was = self._attrs()
+        was,ids = self._attrs(),self._ids_after()
         try:
             res,end = step.trace(j)
             ends[j] = end
+            changed.append(any(tensor_id(t) != n for t,n in ids))
+            if j == len(step.batch.later) and any(changed): raise self._seen_late()
             new = {at: o for at,o in self._attrs().items() if o[2] and _is_new(o, was.get(at))}
             left[j] = [(d, k) for (_,k),(d,*_) in new.items()]
             return res | dict(left=[pytree.tree_unflatten(*flatten(v)) for _,v,_ in new.values()])   # what a list holds now
@@ -121,6 +124,20 @@ def _record(self:Recordings, inputs):
     rec.beside = Beside(ends[len(step.batch.later)], advances, left, methods_now(self.learn))
     for m,_ in advances: states.sizes[m] = [n for o,n in advances if o is m][:-1]
     return rec
+
+# %% ../nbs/api/06ab_recordings.ipynb #06ab0f02
+@patch
+def _ids_after(self:Recordings) -> list:
+    "Tensors that `after_batch` of a user's callback may look at, each with its number, which is another after a change in place"
+    if not self.step.batch.later: return []
+    return [(t, tensor_id(t)) for t in seen_after(self.step.acting('a user callback after the batch', ends_batch))]
+
+@patch
+def _seen_late(self:Recordings):
+    "Steps of this fit are run one by one"
+    self.fit.late = "a callback may look after each of them at a tensor that they change in place"
+    return Refused(self.fit.late)
+
 
 # %% ../nbs/api/06ab_recordings.ipynb #7c66ccdb
 @patch

@@ -26,7 +26,7 @@ def is_shared(
     ts:list, # XLA tensors
 ) -> bool:
     "Does one of `ts` share its storage, with another of them or with any tensor?"
-    return any(torch._C._storage_Use_Count(t.untyped_storage()._cdata) > 1 for t in ts)
+    with torch._C.DisableTorchFunctionSubclass(): return any(torch._C._storage_Use_Count(t.untyped_storage()._cdata) > 1 for t in ts)
 
 # %% ../nbs/api/00ba_shared.ipynb #941b92a6
 def is_whole(

@@ -197,6 +197,42 @@ class Replaces(Fills):
 def test_a_step_leaves_results_in_a_container(cb):
     in_order(lambda: learner(cbs=cb(), see=lambda l: first(l.cbs, risinstance(Fills)).seen), None)
 
+# --- tensors that a step changes in place
+
+class InPlace(Callback):
+    "A sum that goes on from step to step, looked at after some of them"
+    def before_fit(self): self.bank,self.seen = torch.zeros(3, 2).to(self.dls.device),[]
+    def after_pred(self): self.bank.mul_(.5).add_(self.learn.pred.detach().mean())
+    def after_batch(self):
+        if self.iter%2: self.seen.append(self.bank.clone())
+class InPlaceRow(InPlace):
+    def after_pred(self): self.bank[1].mul_(.5).add_(self.learn.pred.detach().mean())
+class InPlaceView(InPlace):
+    def before_fit(self):
+        super().before_fit()
+        self.rows = self.bank.unbind()
+    def after_pred(self): self.rows[2].mul_(.5).add_(self.learn.pred.detach().mean())
+class InPlaceLater(InPlace):
+    "Not in the first step of those that run as one"
+    def after_pred(self):
+        if self.learn.iter%3 == 2: super().after_pred()
+class InPlaceNested(InPlace):
+    def before_fit(self):
+        super().before_fit()
+        self.box = [{'bank': self.bank}]
+    def after_batch(self): self.seen.append(self.box[0]['bank'].clone())
+class InPlaceUnseen(InPlace):
+    "Looked at after the fit"
+    def after_batch(self): self.seen.append(self.learn.loss)
+    def after_fit(self): self.seen.append(self.bank.clone())
+
+_changed = 'a tensor that they change in place'
+
+@pytest.mark.parametrize('cb,why', [(InPlace, _changed), (InPlaceRow, _changed), (InPlaceView, _changed), (InPlaceNested, _changed),
+                                    (InPlaceLater, _changed), (InPlaceUnseen, None)])
+def test_a_step_changes_a_tensor_in_place(cb, why):
+    in_order(lambda: learner(cbs=cb(), see=lambda l: first(l.cbs, risinstance(InPlace)).seen), why)
+
 # --- windows that overlap
 
 class Pieces(nn.Module):
