@@ -133,11 +133,11 @@ def _ids_after(self:Recordings) -> list:
     return [(t, tensor_id(t)) for t in seen_after(self.step.acting('a user callback after the batch', ends_batch))]
 
 @patch
-def _seen_late(self:Recordings):
-    "Steps of this fit are run one by one"
-    self.fit.late = "a callback may look after each of them at a tensor that they change in place"
+def _seen_late(self:Recordings) -> Refused:
+    "From here on steps of this fit are run one by one"
+    self.fit.late = ("a callback may look after each of them at a tensor that they change in place; "
+                     "a new one each time, as by `self.mean = self.mean*.9 + new`, is each step's own")
     return Refused(self.fit.late)
-
 
 # %% ../nbs/api/06ab_recordings.ipynb #7c66ccdb
 @patch
