@@ -320,6 +320,15 @@ def test_targets_that_only_look_out_of_range(learner):
         learn.fit(1)
         learn.to_xla().fit(1)
 
+@pytest.mark.parametrize('kwargs', [dict(), dict(replay=False), dict(steps_per_execution=2)], ids=['replayed', 'retraced', 'several'])
+@pytest.mark.parametrize('codes', [void, [0, 1, 2, 3]], ids=['void', 'fine'])
+def test_targets_that_nobody_sees_on_the_host(codes, kwargs):
+    "Behind a transform of the user's: the loss is NaN, where it left them out and looked like any other"
+    own = Transform(lambda x: x+0 if isinstance(x, TensorMask) else x)
+    learn = mask_learner(codes, tfms=own, cbs=TerminateOnNaNCallback()).to_xla(**kwargs)
+    with learn.no_bar(), learn.no_logging(): learn.fit(1)
+    assert all(o.isnan() for o in learn.recorder.losses) == (255 in codes)
+
 def test_a_look_at_targets_costs_the_device_nothing(monkeypatch):
     def counts():
         learn = mask_learner([0, 1, 2, 3]).to_xla()
