@@ -6,8 +6,8 @@ Docs: https://fastai-xla.github.io/fastai_xla/api/events.html.md"""
 
 # %% auto #0
 __all__ = ['in_step', 'outside_step', 'of_batches', 'cancels', 'hears_all', 'acts', 'is_user_callback', 'may_raise', 'ends_batch',
-           'tensors_in', 'held_by', 'seen_after', 'run_after', 'names_after', 'cuts_short', 'reads_grads',
-           'sees_metrics', 'may_see']
+           'tensors_in', 'held_by', 'seen_after', 'run_by', 'run_after', 'run_within', 'names_after', 'cuts_short',
+           'reads_grads', 'sees_metrics', 'may_see']
 
 # %% ../nbs/api/06a_events.ipynb #48c937e5
 import sys
@@ -158,13 +158,13 @@ def _to_run(o, names):
     if isinstance(o, _functions): return [(o, object)] if _is_own(getattr(o, 'func', o)) else []
     return _methods(o, names) if _is_users(type(o)) else []
 
-def run_after(
-    cb, # Callback with an `after_batch`
-) -> tuple: # Functions, each with the names in it; what the callback holds or they name
-    "What `after_batch` runs, also as methods of objects that the callback holds or names"
-    own = [v for k,v in vars(cb).items() if k != 'learn']
-    todo = [(cb.after_batch, type(cb)), *((v, object) for v in own if isinstance(v, _functions))]
-    found,seen = [],set()
+def run_by(
+    todo:list, # Functions, each with the class whose methods it may call
+    own:list, # What they can reach: attributes of who has them
+) -> tuple: # Functions, each with the names in it; objects
+    "What functions run, also as methods of objects that are among `own` or named; and all these objects"
+    todo = [*todo, *((v, object) for v in own if isinstance(v, _functions))]
+    found,seen,held = [],set(),own
     while todo:
         seen.update(todo)
         found += [o for f,cls in todo for o in functions_in(f, cls)]
@@ -173,6 +173,23 @@ def run_after(
         todo = [m for o,_ in _walk(held) for m in _to_run(o, names)]
         todo = [m for m in dict.fromkeys(todo) if m not in seen]
     return found,held
+
+# %% ../nbs/api/06a_events.ipynb #5e1a0c21
+def _own(cb): return {k: v for k,v in vars(cb).items() if k != 'learn'}
+
+def run_after(
+    cb, # Callback with an `after_batch`
+) -> tuple: # Functions, each with the names in it; what the callback holds or they name
+    "What `after_batch` runs, also as methods of objects that the callback holds or names"
+    return run_by([(cb.after_batch, type(cb))], list(_own(cb).values()))
+
+def run_within(
+    cb, # Callback
+) -> list: # Functions, each with the names in it
+    "What its events within a step run, also as methods of objects that they name"
+    todo = [(f, type(cb)) for n in in_step if (f := vars(cb).get(n, getattr(type(cb), n, None)))]
+    names = {n for f,cls in todo for n in names_in(f, cls)}
+    return run_by(todo, [v for k,v in _own(cb).items() if k in names])[0]
 
 # %% ../nbs/api/06a_events.ipynb #06a0d001
 def names_after(

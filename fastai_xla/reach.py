@@ -26,6 +26,7 @@ from fastai.optimizer import Optimizer
 from .capture.effects import functions_in, is_library, names_in, with_inner
 from .capture.known import is_known
 from .events import *
+from .learner_step import innermost
 from .events import _functions, _implementations, _is_own, _is_users, _making, _methods, _parts, _walk
 
 # %% ../nbs/api/06aac_reach.ipynb #dd247199
@@ -53,37 +54,81 @@ def _works_in_place(i):
     name = i.argval if isinstance(i.argval, str) else ''
     return i.opname in ('STORE_SUBSCR', 'DELETE_SUBSCR') or name in _in_place or name.endswith('_') and not name.endswith('__')
 
+_of_containers = _in_place - {*'put fill shuffle setattr delattr putenv'.split()}   # which change what they are given
+
+def _local(i): return 'LOAD_FAST' in i.opname
+
+def _receiver(code, n):
+    "Names in an expression such as `self.box[0]`, that ends before instruction `n`; `None` for others"
+    names = set()
+    for i in (at := iter(reversed(code[:n]))):
+        if _local(i): return names
+        if i.opname == 'LOAD_ATTR': names.add(i.argval)
+        elif i.opname != 'BINARY_SUBSCR' or not _plain_index(next(at)): return None
+
+def _plain_index(i): return i.opname in ('LOAD_CONST', 'LOAD_FAST')
+
+def _changed_in_place(code, n):
+    "Names in the expression that instruction `n` changes; `None` if that may be anything on its line"
+    i = code[n]
+    if i.opname in ('STORE_SUBSCR', 'DELETE_SUBSCR'): return _receiver(code, n-1) if _plain_index(code[n-1]) else None
+    return _receiver(code, n) if i.argval in _of_containers or i.argval.endswith('_') else None
+
+# %% ../nbs/api/06aac_reach.ipynb #afcd43f0
 @cache
 def _changed_by(code):
-    "Names under which a function stores, or that stand on a line where it sets an item or calls a method that works in place"
+    "Names under which a function stores, or of what it changes in place: by setting an item, or by a method"
+    return set().union(*(_changed_within(list(dis.get_instructions(c))) for c in with_inner(code)))
+
+def _changed_within(code):
     res,line = set(),set()
-    for i in [i for c in with_inner(code) for i in dis.get_instructions(c)]:
+    for n,i in enumerate(code):
         if i.starts_line: line = set()
         if i.opname in ('STORE_ATTR', 'STORE_GLOBAL', 'STORE_DEREF', 'DELETE_ATTR'): res.add(i.argval)
         if i.opname.startswith('LOAD_') and 'FAST' not in i.opname and isinstance(i.argval, str): line.add(i.argval)
-        if _works_in_place(i): line.add('')
+        if _works_in_place(i):
+            found = _changed_in_place(code, n)
+            if found is None: line.add('')
+            else: res |= found
         if '' in line: res |= line
     return res
 
 # %% ../nbs/api/06aac_reach.ipynb #afcd43e2
-_running = 'forward __call__ accumulate value encodes'.split()
+_running = 'forward __call__ accumulate value encodes step'.split()
 
 def _own_code(o):
     "Functions of the user's that run where `o`, a module, loss, metric, callback or learner, is used, each with a class"
     cls,names = type(o),[*of_batches, *_running]
-    if isinstance(o, (*_functions, Function)): return [(f, object) for f in _implementations(o)]
+    if isinstance(o, (*_functions, Function)): return [(f, type(getattr(o, '__self__', None))) for f in _implementations(o)]
     here = getattr(o, '__dict__', {})
     kept = [v for d in (here, *(d for d in here.values() if type(d) is dict)) for v in d.values() if isinstance(v, _functions)]
     if isinstance(o, Learner): names += [n for c in cls.__mro__ if not is_library(c.__module__) for n in vars(c) if n != '__init__']
     named = [] if is_library(cls.__module__) else [f for n in names if callable(f := getattr(cls, n, None))]
     return [(g, cls) for f in named for g in _implementations(f)] + [(f, object) for f in kept]
 
+_tables = '_forward_hooks', '_forward_pre_hooks', '_backward_hooks', '_backward_pre_hooks'
+
+def _hooks_of(modules):
+    "Functions on modules and their parameters; of a fastai `Hook` the one that it calls"
+    found = [getattr(m, n, None) for m in modules for n in _tables]
+    ps = [p for m in modules if isinstance(m, nn.Module) for p in m.parameters(recurse=False)]
+    found += [d for p in ps for d in (p._backward_hooks, p._post_accumulate_grad_hooks)]
+    return [getattr(getattr(h, '__self__', None), 'hook_func', h) for d in found if d for h in d.values()]
+
 def _running_in(learn):
     "What may have code of the user's that runs where a batch is done"
     modules = [m for o in (learn.model, learn.loss_func) for m in (o.modules() if isinstance(o, nn.Module) else [o, getattr(o, 'func', o)])]
     transforms = getattr(getattr(getattr(learn, 'dl', None), 'after_batch', None), 'fs', ())
-    return [learn, *modules, *(getattr(m, 'func', m) for m in learn.metrics), *learn.cbs, *transforms]
+    metrics = [getattr(m, 'func', m) for m in learn.metrics]
+    return [learn, *modules, *_hooks_of(modules), *metrics, *learn.cbs, *transforms, *_stepping(learn)]
 
+def _stepping(learn):
+    "Optimizers and what they step with"
+    opts = [] if learn.opt is None else [learn.opt, innermost(learn.opt)]
+    hooks = [getattr(o, f'_optimizer_step_{n}_hooks', {}) for o in opts for n in ('pre', 'post')]
+    return [*opts, *(f for o in opts for f in getattr(o, 'cbs', ())), *(h for d in hooks for h in d.values())]
+
+# %% ../nbs/api/06aac_reach.ipynb #afcd43f2
 def _may_change(learn):
     "Do code that runs between two batches and code that makes items name what may be one thing, and the first change it?"
     found = [(o, *g) for o in _running_in(learn) for f,cls in _own_code(o) for g in functions_in(f, cls) if _is_own(g[0])]
@@ -127,20 +172,27 @@ def _holds(v, those, depth=0):
     if depth > 3 or isinstance(v, (Learner, torch.Tensor, np.ndarray, type, ModuleType)): return False
     return any(_holds(o, those, depth+1) for o in _parts(v))
 
+def _attributes(o):
+    own = {} if isinstance(o, Learner) else getattr(o, '__dict__', {})   # its `dls` are no part of a step
+    vs = [v for k,v in own.items() if not k.startswith('_') and k != 'learn']
+    return [v for v in vs if not isinstance(v, _functions) or _is_own(getattr(v, 'func', v))]
+
 def _shares_with_step(learn, cb, held):
     "Does what `cb` holds reach an object that can be changed and that a step reaches, too; or a generator, which may change anything?"
     def inside(o): return acts(o, ('before_batch', *in_step)) if isinstance(o, Callback) else not isinstance(o, Learner)
     os = [o for o in _running_in(learn) if o is not cb and inside(o)]
-    own = [[o] if isinstance(o, _functions) else [v for k,v in getattr(o, '__dict__', {}).items() if not k.startswith('_')] for o in os]
+    own = [[o] if isinstance(o, _functions) else _attributes(o) for o in os]
     found = [o for o,_ in _walk(held)]
     if any(isinstance(o, GeneratorType) for o in found): return True
     return not _reached(chain.from_iterable(own)).isdisjoint(id(o) for o in found if _can_change(o))
 
 def _names_of_step(learn, cb):
-    "Names in the user's code that a step runs, `cb` aside, and of attributes of modules, the loss and transforms"
+    "Names in the user's code that a step runs, and of attributes of modules, the loss and transforms"
     os = [o for o in _running_in(learn) if o is not cb]
-    names = {n for o in os for f,cls in _own_code(o) for n in names_in(f, cls)}
-    return names | {k for o in os if not isinstance(o, (Learner, Callback)) for k in getattr(o, '__dict__', {}) if not k.startswith('_')}
+    names = {n for o in os for _,named in run_by(_own_code(o), _attributes(o))[0] for n in named}
+    names |= {n for _,named in run_within(cb) for n in named}
+    others = Learner,Callback,Optimizer,torch.optim.Optimizer
+    return names | {k for o in os if not isinstance(o, others) for k in getattr(o, '__dict__', {}) if not k.startswith('_')}
 
 # %% ../nbs/api/06aac_reach.ipynb #89a11852
 def may_change_step(

@@ -186,7 +186,7 @@ def _run(self:Replay, rec, inputs, same):
     for m,*steps in zip(step.parts.keeping, *(d['kept'] for d in done)):
         for lists in steps:
             for n,new in zip(lists_of(m), lists): getattr(m, n).extend(new)
-    b.results = [(d, rec.beside.left[j]) for j,d in enumerate(done)]
+    b.results,b.reads = [(d, rec.beside.left[j]) for j,d in enumerate(done)],rec.guards.reads
     self.take(0)
     if rec.beside.end: raise rec.beside.end()
 

@@ -164,17 +164,26 @@ def several(self:Replay,
         # what a callback sets in `after_batch` stays
         self._set_hypers({k: v for k,v in held[j].items() if not j or now.get(k) == held[j-1].get(k)})
         self.take(j)
+        before = j+1 < len(raws) and self._moved(b)
         self.learn('after_batch')
-        self._look_between(b, methods)
+        self._look_between(b, methods, before)
     b.open,learn.replayed = False,None
     return True
 
 # %% ../nbs/api/06bc_several.ipynb #06bc0009
 @patch
-def _look_between(self:Replay, b, methods):
+def _moved(self:Replay, b):
+    "What the steps have read and is another now; `None` where nobody could have changed it"
+    return b.reads.moved() if self.step.acting('a user callback after the batch', ends_batch) else None
+
+@patch
+def _look_between(self:Replay, b, methods, before):
     "Tell what `after_batch` has done where the steps after it have run already"
-    why = "a callback has run batches" if self.step.batch is not b else "a callback has replaced a method of the learner or its optimizer"
-    if self.step.batch is b and self.methods(methods) == methods: return
+    why = ''
+    if self.step.batch is not b: why = "a callback has run batches"
+    elif self.methods(methods) != methods: why = "a callback has replaced a method of the learner or its optimizer"
+    elif before == '' and (moved := self._moved(b)): why = f"a callback has changed {moved}, which the step reads,"
+    if not why: return
     self.step.batch,self.fit.late = b,f"{why} after a batch, which those that had been run with it could not see"
     self._tell_singly(self.fit.late)
 

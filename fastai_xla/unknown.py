@@ -9,6 +9,7 @@ __all__ = ['in_place', 'unknown_code', 'OptStep', 'is_number', 'OptGuard', 'Zero
 
 # %% ../nbs/api/06aba_unknown.ipynb #2a7c80e8
 import functools
+from types import FunctionType
 
 import numpy as np
 import torch
@@ -27,6 +28,7 @@ from .compat.optimizer import *
 from .capture.state import *
 from .capture.values import *
 from .capture.known import *
+from .capture.watch import LibraryCode
 from .capture.calls import *
 from .capture.log import *
 from .capture.patches import *
@@ -36,6 +38,19 @@ from .learner_step import _numbers_of
 
 # %% ../nbs/api/06aba_unknown.ipynb #33697eb9
 _events = ['before_batch', *in_step]
+
+def _replaced(cls, names):
+    "A method of a library's class in whose place a user has put another; empty if there is none"
+    fs = [(n, f) for n in names if (f := getattr(cls, n, None))]
+    fs = [(n, getattr(f, 'fget', f)) for n,f in fs]
+    return first(f'{cls.__name__}.{n}' for n,f in fs if isinstance(f, FunctionType) and not is_known(f)) or ''
+
+def _replaced_within(classes):
+    "The same for classes of modules, and what their `forward` reaches"
+    code = LibraryCode()
+    code.add(classes)
+    own = first(f for f in code.now() if isinstance(f, FunctionType) and not is_known(f))
+    return first(filter(None, (_replaced(c, ('forward', '__call__')) for c in classes))) or getattr(own, '__qualname__', '')
 
 def _hook_known(h):
     h = getattr(h, '__self__', h)
@@ -51,19 +66,22 @@ def _unknown_module(m):
         hooks = [h for n in tables for h in getattr(o, n).values()]
         if not all(map(_hook_known, hooks)): return f'a hook on a {type(o).__name__}'
     hooks = [h for p in m.parameters() for d in (p._backward_hooks, p._post_accumulate_grad_hooks) if d for h in d.values()]
-    return '' if all(map(_hook_known, hooks)) else 'a hook on a parameter'
+    return _replaced_within(set(map(type, m.modules()))) if all(map(_hook_known, hooks)) else 'a hook on a parameter'
 
 # %% ../nbs/api/06aba_unknown.ipynb #3e69e94a
 def _unknown_loss(f):
     if isinstance(f, nn.Module): return _unknown_module(f)
     inner = getattr(f, 'func', None)
     if isinstance(inner, nn.Module) and (why := _unknown_module(inner)): return why
-    return '' if is_known(f) else getattr(f, '__name__', type(f).__name__)
+    return _replaced(type(f), ['__call__']) if is_known(f) else getattr(f, '__name__', type(f).__name__)
 
 def _unknown_opt(opt):
     inner = innermost(opt)
     cbs = [cb for o in (opt, inner) for cb in getattr(o, 'cbs', ())]
-    return '' if is_known(opt) and is_known(inner) and all(map(is_known, cbs)) else type(opt).__name__
+    if not (is_known(opt) and is_known(inner) and all(map(is_known, cbs))): return type(opt).__name__
+    return first(filter(None, (_replaced(type(o), _stepping) for o in (opt, inner)))) or ''
+
+_stepping = 'step','zero_grad','all_params'
 
 def _known_transform(f):
     encodes = getattr(f, 'encodes', None)
@@ -93,11 +111,13 @@ def unknown_code(
     for cb in learn.cbs:
         own = [k for k in cb.__dict__ if k in _events]
         if own or not is_known(type(cb)) and acts(cb, _events): return type(cb).__name__
+        if why := _replaced(type(cb), [*_events, '__call__']): return why
     tfms = getattr(getattr(learn.dls, 'after_batch', None), 'fs', ())
     tfm = first(f for f in tfms if not _known_transform(f))
     if tfm is not None: return type(tfm).__name__
     met = first(m for m in learn.metrics if not is_known(m) or not is_known(getattr(m, 'func', m)))
     if met is not None: return getattr(met, 'name', type(met).__name__)
+    if why := first(filter(None, (_replaced(type(m), ('accumulate', 'reset', 'value')) for m in learn.metrics))): return why
     return _unknown_module(learn.model) or _unknown_loss(learn.loss_func) or (learn.opt and _unknown_opt(learn.opt)) or ''
 
 # %% ../nbs/api/06aba_unknown.ipynb #62d48c0a

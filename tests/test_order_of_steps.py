@@ -260,6 +260,117 @@ def test_windows_have_their_gradient():
         def forward(self, x): return self.l(x).unfold(1, 4, 1).square().mean((1, 2))[:,None]
     in_order(lambda: learner(model=partial(Windows, None)), None)
 
+# --- what a callback changes after a batch, and its own events or hooks of the next step read
+
+class Counts(Callback):
+    "A factor of predictions"
+    def before_fit(self): self.k,self.handles = 0,self.hooks()
+    def hooks(self): return []
+    def by(self): return 1-.03*self.k
+    def after_batch(self): self.k += self.training
+    def after_fit(self): [h.remove() for h in self.handles]
+class OwnEvent(Counts):
+    def after_pred(self): self.learn.pred = self.pred*self.by()
+class SetsBefore(OwnEvent):
+    def before_batch(self): self.factor = self.by()
+    def after_pred(self): self.learn.pred = self.pred*self.factor
+class OfParameters(Counts):
+    def hooks(self): return [p.register_hook(lambda g: g*(1-.03*self.k)) for p in self.model.parameters()]
+class Forward(Counts):
+    def hooks(self): return [self.model[0].register_forward_hook(self.hook)]
+    def hook(self, m, x, y): return y*self.by()
+class Backward(Counts):
+    def hooks(self): return [self.model[1].register_full_backward_hook(lambda m, g, _: (g[0]*(1-.03*self.k),))]
+class OfFastai(Forward):
+    def hooks(self): return [Hook(self.model[0], self.hook, detach=False)]
+    def hook(self, m, x, y): return y*self.by()
+class OfStep(Counts):
+    "Before torch's"
+    def hooks(self): return [self.opt.opt.register_step_pre_hook(self.hook)]
+    def hook(self, opt, *args):
+        for p in self.model.parameters(): p.grad.mul_(self.by())
+class Factor:
+    def __init__(self): self.n = 0
+    def up(self): self.n += 1
+    def by(self): return 1-.03*self.n
+class ByObject(Counts):
+    def before_fit(self): self.factor,self.handles = Factor(),[]
+    def after_pred(self): self.learn.pred = self.pred*self.factor.by()
+    def after_batch(self):
+        if self.training: self.factor.up()
+class ByList(Counts):
+    def before_fit(self): self.factors,self.handles = [1.],[]
+    def after_loss(self):
+        if self.training: self.learn.loss_grad = self.loss_grad*self.factors[-1]
+    def after_batch(self): self.factors.append(1-.03*self.train_iter)
+class ReadsAfter(Counts):
+    "The other way round"
+    def before_fit(self): self.outs,self.handles = [],[]
+    def after_pred(self): self.out = self.pred.mean().detach()
+    def after_batch(self): self.outs.append(self.out)
+
+_own_state = 'change what the next one depends on'
+
+@pytest.mark.parametrize('cb', [OwnEvent, OfParameters, Forward, Backward, OfFastai, ByObject, ByList])
+def test_a_callback_counts_for_its_own_events_and_hooks(cb): in_order(lambda: learner(cbs=cb()), _own_state)
+def test_a_callback_counts_for_a_hook_of_a_step():
+    in_order(lambda: learner(cbs=OfStep(), opt_func=partial(OptimWrapper, opt=torch.optim.SGD)), _own_state)
+
+def test_a_callback_sets_before_a_batch_what_it_counts_after(): in_order(lambda: learner(cbs=SetsBefore()), 'looks at each batch')
+def test_a_callback_only_reads_what_a_step_has_left():
+    in_order(lambda: learner(cbs=ReadsAfter(), see=lambda l: first(l.cbs, risinstance(Counts)).outs), None)
+
+# --- what a callback changes after a batch, and code that a step reaches in other ways reads
+
+class Factors: k = 0
+def factor(): return 1-.03*Factors.k
+class CountsThere(Callback):
+    def before_fit(self): Factors.k = 0
+    def after_batch(self): Factors.k += self.training
+class Scaled(nn.Module):
+    "By a property, which its `forward` names"
+    def __init__(self, held=None): super().__init__(); self.l,self.held = nn.Linear(6, 1),held
+    @property
+    def scale(self): return 1-.03*Factors.k
+    def forward(self, x): return self.l(x)*self.scale
+class ScalesByHeld(Scaled):
+    def forward(self, x): return self.l(x)*self.held.by()
+class CallsHeld(Scaled):
+    def forward(self, x): return self.held(self.l(x))
+class ByFactors:
+    def by(self): return factor()
+    def __call__(self, x): return x*factor()
+class ReversesGradients(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x): return x.view_as(x)
+    @staticmethod
+    def backward(ctx, g): return -g*factor()
+class Reverses(Scaled):
+    def forward(self, x): return ReversesGradients.apply(self.l(x))
+def stepper(p, lr, **kwargs): p.data.add_(p.grad.data, alpha=-lr*factor())
+class Descends(torch.optim.Optimizer):
+    def __init__(self, params, lr=.1): super().__init__(params, dict(lr=lr))
+    @torch.no_grad()
+    def step(self, closure=None):
+        for g in self.param_groups:
+            for p in g['params']: p.add_(p.grad, alpha=-g['lr']*factor())
+
+ways = dict(property=dict(model=Scaled), method=dict(model=partial(ScalesByHeld, ByFactors())),
+    object=dict(model=partial(CallsHeld, ByFactors())),
+    autograd_function=dict(model=Reverses), stepper=dict(opt_func=partial(Optimizer, cbs=[stepper])),
+    optimizer=dict(opt_func=partial(OptimWrapper, opt=Descends)))
+
+@pytest.mark.parametrize('way', ways)
+def test_a_callback_counts_for_code_that_a_step_reaches(way): in_order(lambda: learner(cbs=CountsThere(), **ways[way]), _own_state)
+
+class CountsHidden(CountsThere):
+    "Under a name that stands nowhere"
+    def after_batch(self): type.__setattr__(Factors, chr(107), Factors.k+self.training)
+
+def test_what_a_step_reads_and_is_changed_too_late_is_told():
+    told = left(lambda: learner(cbs=CountsHidden(), model=Scaled), steps_per_execution=3)[1]
+    assert len(told) == 1 and 'a callback has changed Factors.k, which the step reads, after a batch, which those' in told[0], told
+
 # --- what a callback changes after a batch, and a step holds under another name
 
 def weighed(p, y, w): return F.mse_loss(p, y)*float(w[-1])

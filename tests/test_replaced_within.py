@@ -54,6 +54,38 @@ def test_it_is_patched_between_two_fits(monkeypatch):
         assert res[2][1] == got[1]
         for a,b in zip(res[2][2], got[2]): test_close(a, b, eps=eps*20)
 
+# --- methods of libraries' classes that a user has replaced before the fit, where all else is a library's
+
+def counting(was, mine):
+    "`mine` in the place of `was`; it counts in a list that only its defaults hold, where no watch of what the step changes finds it"
+    def method(self, *args, seen=[]):
+        seen += [0]
+        return mine(was, len(seen), self, *args)
+    return method
+
+def often(n): return n%4 == 3 or n > 17
+def grows(was, n, opt):
+    for p,*_ in opt.all_params(with_grad=True): p.grad.mul_(1+often(n))
+    was(opt)
+def keeps_gradients(was, n, opt): return None if often(n) else was(opt)
+def scales(was, n, f, *args): return was(f, *args)*(1+.1*often(n))
+def leaves_out(was, n, met, learn): return None if often(n) else was(met, learn)
+def doubles(was, n, cb):
+    if often(n): cb.learn.loss_grad = cb.learn.loss_grad*2
+
+replaced = [(Optimizer, 'step', grows), (Optimizer, 'zero_grad', keeps_gradients),
+            (nn.Linear, 'forward', scales), (nn.ReLU, 'forward', scales), (BaseLoss, '__call__', scales),
+            (AvgMetric, 'accumulate', leaves_out), (TrainEvalCallback, 'after_loss', doubles)]
+
+@pytest.mark.parametrize('cls,name,mine', replaced, ids=[f'{c.__name__}.{n}' for c,n,_ in replaced])
+def test_a_method_of_a_library_is_patched_where_all_else_is_of_libraries(cls, name, mine, monkeypatch):
+    was,made = getattr(cls, name, None),[]
+    def story():
+        made[:] = [counting(was, mine)]
+        monkeypatch.setattr(cls, name, made[0], raising=False)
+        return dict(model=mlp, loss_func=MSELossFlat, metrics=[mae], see=lambda l: [len(made[0].__kwdefaults__['seen'])])
+    agree(story, branches=None, valid=None, tol=1e-6)
+
 # --- functions of torch's, one of which calls what stands in its place
 
 class Acts(nn.Module):

@@ -170,6 +170,19 @@ def _global_names(code):
     "What the code, and the functions made in it, look up among globals: `weight`, and not that of `m.weight`"
     return {i.argval for c in with_inner(code) for i in dis.get_instructions(c) if i.opname in ('LOAD_GLOBAL', 'LOAD_NAME')}
 
+# %% ../../nbs/api/05d_capture.effects.ipynb #9b2d4c10
+_of_class = classmethod, staticmethod, property, functools.cached_property
+_called = {'__init__', '__call__', 'forward', 'backward'}   # of an object that the code makes, or by `Function.apply`
+
+def _function(o): return getattr(o, '__wrapped__', getattr(o, 'fget', getattr(o, 'func', o))) if isinstance(o, _of_class) else o
+
+def _named_functions(named):
+    "Functions of the user's among what code names, and methods that it names of the user's classes"
+    found = [_function(o) for os in named.values() for o in os]
+    classes = {o for o in found if isinstance(o, type) and not is_library(o.__module__)}
+    found += [_function(f) for c in classes for n,f in vars(c).items() if n in named or n in _called]
+    return [f for f in found if isinstance(f, _functions) and not is_library(getattr(f, '__module__', None) or '')]
+
 def functions_in(
     f, # Function
     cls:type=object, # Class whose methods it may call
@@ -186,8 +199,7 @@ def functions_in(
         outer |= {n: f.__globals__[n] for n in _global_names(f.__code__) if n in f.__globals__}
         named = {n: [d[n] for d in (outer, *map(vars, cls.__mro__)) if n in d] for n in named}
         yield f,named
-        found = [o for os in named.values() for o in os if isinstance(o, _functions)]
-        todo += [o for o in found if not is_library(getattr(o, '__module__', None) or '')]
+        todo += _named_functions(named)
 
 # %% ../../nbs/api/05d_capture.effects.ipynb #9b2d4c04
 def names_in(
