@@ -163,7 +163,8 @@ def reaches_items(
     return not _reached(_makers(learn.dl)).isdisjoint({id(o) for o,_ in held if _can_change(o)})
 
 # %% ../nbs/api/06aac_reach.ipynb #89a11850
-_of_step = {'model', 'opt', 'loss_func'}
+_of_step = {*'model opt loss_func cbs add_cb add_cbs remove_cb remove_cbs added_cbs removed_cbs set_grad_enabled'.split()}
+_of_callbacks = {'run', 'run_train', 'run_valid'}   # which fastai looks at before each event
 _harmless = {*'learn loss pred xb yb dl iter train_iter epoch recorder training'.split()}   # what a callback reads of a batch
 
 def _holds(v, those, depth=0):
@@ -208,7 +209,7 @@ def may_change_step(
     those = {id(o) for o in (*hypers, learn.model, *learn.model.modules(), loss, getattr(loss, 'func', loss))}
     if any(_holds(v, those) for v in held) or _shares_with_step(learn, cb, held): return True
     changed = set().union(*(_changed_by(g.__code__) for g,_ in found if _is_own(g))) - _in_place - _harmless
-    return bool(changed) and not changed.isdisjoint(_names_of_step(learn, cb))
+    return bool(changed) and not changed.isdisjoint(_of_callbacks | _names_of_step(learn, cb))
 
 # %% ../nbs/api/06aac_reach.ipynb #89a11853
 def _raises(cb):

@@ -98,8 +98,9 @@ class ClassTargets:
 
 # %% ../nbs/api/06ea_targets.ipynb #7a26000e
 _out = ("Target {0} is out of bounds. The prediction has {1} classes along axis {2}, numbered 0 to {3}. A compiled program of XLA cannot "
-        "raise this error: the loss would be NaN, so the targets of each batch are looked at on the host. Map the codes to 0..{3} where the dataset makes its targets; or tell the loss that this one counts for nothing, "
-        "`ignore_index={0}`; or make the model with as many outputs as there are classes (`n_out`).")
+        "raise this error: the loss would be NaN, so the targets of each batch are looked at on the host. Map the codes to 0..{3} where "
+        "the dataset makes its targets; or tell the loss that this one counts for nothing, `ignore_index={0}`; or make the model with "
+        "as many outputs as there are classes (`n_out`).")
 
 def watch_targets(
     learn:Learner, # At the start of a phase

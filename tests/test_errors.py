@@ -208,7 +208,7 @@ def test_to_xla_arguments(tmp_path):
         with pytest.raises(ValueError, match='steps_per_execution'): image_learner().to_xla(**kw)
     with pytest.raises(ValueError, match="this takes 'auto'"): image_learner().to_xla(replay='audit')
 
-def test_cache_probe(tmp_path):
+def test_cache_probe(tmp_path, tmp_path_factory):
     """Elsewhere than on a CPU, the second process with a folder knows whether programs can be read back
 
     The compiler for the CPU stands for one that cannot"""
@@ -216,7 +216,7 @@ def test_cache_probe(tmp_path):
 r.device()
 r.torch_xla.runtime.device_type = lambda: 'TPU'
 print('why:', r.use_cache({str(tmp_path)!r}), '|', r.use_cache({str(tmp_path)!r}), '|', r.use_cache('elsewhere'), '.')"""
-    (_,first),(_,second) = run(code),run(code)
+    (_,first),(_,second) = forked(code, tmp_path_factory.mktemp('out')),forked(code, tmp_path_factory.mktemp('out'))
     assert 'why:  |  | other programs have been compiled' in first and list(tmp_path.iterdir())
     assert 'why: this version of torch_xla cannot read back' in second
 

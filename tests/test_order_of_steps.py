@@ -309,9 +309,23 @@ class ReadsAfter(Counts):
     def after_pred(self): self.out = self.pred.mean().detach()
     def after_batch(self): self.outs.append(self.out)
 
+class Halves(Callback):
+    def after_pred(self): self.learn.pred = self.pred*.5
+class TurnsOff(Halves):
+    def after_batch(self): self.run = self.train_iter < 4
+class TurnsOffTraining(Halves):
+    def after_batch(self): self.run_train = self.train_iter%2 == 0
+class Leaves(Halves):
+    def after_batch(self):
+        if self.train_iter == 4: self.learn.remove_cb(self)
+class Comes(Callback):
+    def after_batch(self):
+        if self.train_iter == 4: self.learn.add_cb(Halves())
+
 _own_state = 'change what the next one depends on'
 
-@pytest.mark.parametrize('cb', [OwnEvent, OfParameters, Forward, Backward, OfFastai, ByObject, ByList])
+@pytest.mark.parametrize('cb', [OwnEvent, OfParameters, Forward, Backward, OfFastai, ByObject, ByList, TurnsOff, TurnsOffTraining,
+                                Leaves, Comes])
 def test_a_callback_counts_for_its_own_events_and_hooks(cb): in_order(lambda: learner(cbs=cb()), _own_state)
 def test_a_callback_counts_for_a_hook_of_a_step():
     in_order(lambda: learner(cbs=OfStep(), opt_func=partial(OptimWrapper, opt=torch.optim.SGD)), _own_state)
