@@ -10,9 +10,15 @@ __all__ = ['States', 'Again', 'Key', 'Kinds', 'differing']
 # %% ../nbs/api/06ab_kinds.ipynb #06ab10003
 from collections import Counter
 from operator import is_
+from types import FunctionType
 
+import fastai.learner, fastai.losses, fastai.metrics, fastai.optimizer
 import torch
 from fastcore.all import *
+from fastai.callback.core import Callback
+from fastai.learner import AvgLoss, AvgMetric, AvgSmoothLoss, Learner, Recorder
+from fastai.losses import BaseLoss
+from fastai.optimizer import Optimizer
 
 from .mesh import layout
 from .precision import matmul_precision
@@ -93,6 +99,7 @@ class Kinds:
         self.step,self.states,self.again = step,States(),Again()
         self.recs,self.held = {},{}   # key -> recordings, or why there are none; what has its id in the key
         self.used,self.moving = set(),set()   # keys in this fit; reasons that hold for one fit
+        self.were = []   # of `_of_libraries` at the start of the fit
         self.key,self.kind,self.batch_key = None,None,None   # of the last batch
         self.regraded = False   # did gradients come or go in the last batch, as where they accumulate?
 
@@ -107,9 +114,18 @@ class Kinds:
         self.recs,self.held = {self.key: []},{self.key: self.held[self.key]}
 
 # %% ../nbs/api/06ab_kinds.ipynb #06ab10014
+_owners = fastai.learner,fastai.optimizer,fastai.metrics,fastai.losses,Learner,Callback,Recorder,Optimizer,BaseLoss,AvgMetric,AvgLoss,AvgSmoothLoss
+
+def _of_libraries():
+    "Functions that a step may run, and that a user may have replaced since the last fit"
+    return [torch.autograd.backward, torch.Tensor.backward, *(f for o in _owners for f in vars(o).values() if isinstance(f, FunctionType))]
+
 @patch
 def start(self:Kinds):
     "Begin a fit: what recordings are kept"
+    now = _of_libraries()
+    if len(now) != len(self.were) or not all(map(is_, now, self.were)): self.recs,self.held = {},{}   # one is another
+    self.were = now
     for key in [k for k in self.held if k not in self.used]: del self.recs[key],self.held[key]   # not used in the last fit
     for key,recs in self.recs.items():
         if not isinstance(recs, str): self.recs[key] = [r for r in recs if not r.guards.reads.moved()]

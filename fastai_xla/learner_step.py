@@ -10,7 +10,7 @@ __all__ = ['ordered', 'loss_module', 'LearnerStep', 'hypers_of', 'groups_of', 'i
 # %% ../nbs/api/06aa_learner_step.ipynb #434983c5
 from contextlib import contextmanager, nullcontext
 from operator import attrgetter
-from types import MethodType
+from types import FunctionType, MethodType
 
 import torch
 from torch import nn
@@ -30,6 +30,7 @@ from .compat.core import kept_on_device
 from .compat.learner import keeps_metrics
 from .compat.metrics import *
 from .compat.mixup import mixes
+from .capture.known import is_known
 from .capture.state import *
 from .capture.values import *
 from .capture.watch import *
@@ -46,8 +47,18 @@ def ordered(
 # %% ../nbs/api/06aa_learner_step.ipynb #af8d0b85
 # they change nothing around the step on which it depends
 _known = (TrainEvalCallback, Recorder, ProgressCallback, ParamScheduler, CastToTensor, MixedPrecision, MixUp, CutMix)
+def _functions_of(f):
+    "The functions that a schedule is made of, as those of `combine_scheds`, or of `annealer`"
+    if not is_known(f): return [f]
+    held = [c.cell_contents for c in getattr(f, '__closure__', None) or ()] + ([] if isinstance(f, FunctionType) else [*vars(f).values()])
+    return [f, *(o for h in held for i in listify(h) if callable(i) for o in _functions_of(i))]
+
+def _is_own(cb):
+    "Does a `ParamScheduler` call a function of the user's, which may change anything?"
+    return isinstance(cb, ParamScheduler) and not all(map(is_known, (f for s in cb.scheds.values() for f in _functions_of(s))))
+
 def _may_change(cb):
-    known = type(cb) in _known or cb is cb.learn.xla_opt
+    known = type(cb) in _known and not _is_own(cb) or cb is cb.learn.xla_opt
     return not known and acts(cb, ('before_batch', 'after_batch'))
 
 _folds = (ParamScheduler, MixedPrecision, CastToTensor)   # their `before_batch` does not look at the batch, or is traced with it

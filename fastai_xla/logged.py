@@ -285,6 +285,7 @@ def log_of(self:Replay) -> Logged|None:
     if self.by_log is None:
         self.by_log = Logged(self)
         self.by_log.start()
+    if why := called_twice(self.learn): self.by_log._stop(why)
     return self.by_log
 
 @patch

@@ -69,10 +69,11 @@ def methods_now(
     "What a callback may have put in the place of methods of the learner and its optimizer, hooks of that, and how many parameters it has"
     own,cls,opts = vars(learn),type(learn),[]
     if learn.opt is not None: opts = [learn.opt, innermost(learn.opt)]
-    def of_class(o): return [getattr(type(o), n, None) for n in _of_opt[:2]]
+    def of_class(o): return [getattr(type(o), n, None) for n in (*_of_opt[:2], 'all_params')]
     of_opts = [(type(o), *of_class(o), *(tuple(f) if isinstance(f, dict) else f for f in map(vars(o).get, _of_opt))) for o in opts]
     of_learner = *(getattr(cls, n) for n in _of_learner),*map(own.get, _of_learner)
-    return cls,*of_learner,*of_opts,*(len(ps) for o in opts[1:] for ps in groups_of(o))
+    others = getattr(type(learn.loss_func), '__call__', None),*(getattr(type(m), 'accumulate', None) for m in learn.metrics)
+    return cls,*of_learner,*others,*of_opts,*(len(ps) for o in opts[1:] for ps in groups_of(o))
 
 def _recordable(actors, inputs):
     "Refuse what is no step of its own"

@@ -1,6 +1,6 @@
 "Methods of libraries that users replace, before a fit and within it: replayed as retraced, and as fastai on the CPU"
 from functools import wraps
-import fastai.layers
+import fastai.layers, fastai.optimizer
 import torch.nn.functional as F
 from torch.nn.functional import conv1d
 from test_log import *
@@ -85,6 +85,92 @@ def test_a_method_of_a_library_is_patched_where_all_else_is_of_libraries(cls, na
         monkeypatch.setattr(cls, name, made[0], raising=False)
         return dict(model=mlp, loss_func=MSELossFlat, metrics=[mae], see=lambda l: [len(made[0].__kwdefaults__['seen'])])
     agree(story, branches=None, valid=None, tol=1e-6)
+
+def quieter(was, n, cb, event):
+    res = was(cb, event)
+    if event == 'after_loss' and isinstance(cb, Recorder) and often(n//40): cb.learn.loss_grad = cb.learn.loss_grad*.5
+    return res
+def longer(was, n, opt, *args, **kwargs): return was(opt, *args, **kwargs) if n%7 else []
+
+@pytest.mark.parametrize('cls,name,mine', [(nn.Module, '__call__', lambda was, n, m, *xs: was(m, *xs)*(1+.1*(n%5 == 0))),
+                                           (Callback, '__call__', quieter), (Optimizer, 'all_params', longer)])
+def test_what_calls_modules_callbacks_and_parameters_is_patched(cls, name, mine, monkeypatch):
+    was,made = getattr(cls, name),[]
+    def story():
+        seen = []
+        def method(self, *args, **kwargs):
+            seen.append(0)
+            return mine(was, len(seen), self, *args, **kwargs)
+        made[:] = [seen]
+        monkeypatch.setattr(cls, name, method)
+        return dict(model=mlp, loss_func=MSELossFlat, see=lambda l: [len(made[0])])
+    try: agree(story, branches=None, valid=None, tol=1e-6, cpu=False)   # of callbacks there is one more on XLA
+    finally: monkeypatch.undo()
+
+@pytest.mark.parametrize('replay', [False, 'auto'])
+def test_a_function_of_torchs_is_called_twice_by_fastais_losses(replay, monkeypatch):
+    "Which make a tensor of fastai's, for which torch calls what stands in the function's place once more"
+    was,n = F.mse_loss,[]
+    def mine(*args, **kwargs):
+        n.append(0)
+        return was(*args, **kwargs)*(1+.01*len(n))
+    monkeypatch.setattr(F, 'mse_loss', mine)
+    def story(): return n.clear() or dict(loss_func=MSELossFlat, see=lambda l: [len(n)])
+    (want,_),(got,learn) = run(story, False, xla=False),run(story, replay)
+    assert got['see'] == want['see']
+    test_close(got['losses'], want['losses'], eps=1e-4*max(want['losses']))
+    if replay: assert any('calls it once more' in why for why in learn.xla_report().plain)
+
+def test_a_mock_with_the_signature_of_a_forward(monkeypatch):
+    from unittest import mock
+    was = nn.Linear.forward
+    def fitted(replay, xla):
+        with mock.patch.object(nn.Linear, 'forward', autospec=True, side_effect=lambda m, x: was(m, x)*.9):
+            return run(lambda: dict(loss_func=MSELossFlat), replay, xla)[0]
+    want,got = fitted(False, False),fitted('auto', True)
+    test_close(got['losses'], want['losses'], eps=1e-4*max(want['losses']))
+
+# --- functions of libraries that are replaced between two fits, and settings that a schedule changes
+
+@pytest.mark.parametrize('o,name', [(torch.autograd, 'backward'), (fastai.optimizer, 'debias'),
+                                    (AvgMetric, 'accumulate'), (AvgSmoothLoss, 'accumulate')])
+def test_a_spy_comes_between_two_fits(o, name, monkeypatch):
+    def calls(replay):
+        seed()
+        learn,n,was = Learner(data(), mlp(), loss_func=MSELossFlat(), metrics=mae),[],getattr(o, name)
+        if replay is not None: learn.to_xla(replay=replay)
+        def spy(*args, seen=n, **kwargs):
+            seen += [0]
+            return was(*args, **kwargs)
+        with monkeypatch.context() as m, learn.no_bar(), learn.no_logging():
+            learn.fit(1, 1e-2)
+            m.setattr(o, name, spy)
+            learn.fit(1, 1e-2)
+        return len(n),[float(l) for l in learn.recorder.losses]
+    (want,losses),(got,theirs) = calls(None),calls('auto')
+    assert got == want
+    test_close(theirs, losses, eps=1e-4*max(losses))
+
+def another_loss(learn): learn.loss_func = L1LossFlat()
+def frozen(learn): learn.model[0].requires_grad_(False)
+@torch.no_grad()
+def moved(learn): learn.model[2].bias.add_(.1)
+
+@pytest.mark.parametrize('change', [another_loss, frozen, moved])
+def test_a_schedule_of_the_users_changes_the_learner(change):
+    def fitted(replay):
+        seed()
+        learn,n = Learner(data(), mlp(), loss_func=MSELossFlat()),[]
+        if replay is not None: learn.to_xla(replay=replay)
+        def lr(pct):
+            n.append(pct)
+            if len(n) == 8: change(learn)
+            return 1e-2
+        with learn.no_bar(), learn.no_logging(): learn.fit(1, cbs=ParamScheduler(dict(lr=lr)))
+        return [float(l) for l in learn.recorder.losses],[host(p) for p in learn.model.parameters()]
+    (losses,ps),(got,qs) = fitted(None),fitted('auto')
+    test_close(got, losses, eps=1e-4*max(losses))
+    for p,q in zip(ps, qs): test_close(p, q, eps=1e-4)
 
 # --- functions of torch's, one of which calls what stands in its place
 

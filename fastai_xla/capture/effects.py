@@ -71,9 +71,17 @@ def _effect_of_call(f):
         return f'changes a {type(o).__name__} (with .{name})' if name in _changes and id(o) not in _ids() else ''
     return '' if _root(type(o)) in _libraries | _values else f'calls .{name} of a {type(o).__name__}'
 
+def _added_to(code):
+    "Variables such as `xs` in `xs += [x]`"
+    found = list(dis.get_instructions(code))
+    return [b.argval for a,b in zip(found, found[1:]) if b.opname == 'STORE_FAST' and (a.argrepr.endswith('=') or a.opname.startswith('INPLACE_'))]
+
 def _effect_of_code(frame):
     "The same for what a Python function stores"
     code,was = frame.f_code,None
+    for n in _added_to(code):   # an argument, or a default
+        o = frame.f_locals.get(n)
+        if isinstance(o, (list, set, dict, deque, bytearray)) and id(o) not in _ids(): return f'changes {n}, a {type(o).__name__}, in place'
     def far(name): return isinstance(frame.f_globals.get(name), (list, dict, set)) or name in code.co_freevars
     loads = [i.argval for i in dis.get_instructions(code) if i.opname in ('LOAD_GLOBAL', 'LOAD_DEREF', 'LOAD_NAME')]
     for i in dis.get_instructions(code):

@@ -216,9 +216,10 @@ _waits = 'waits for another thread, which may need what the step computes; `afte
 
 def watch_calls():
     "Let calls that are no torch functions pass through a log that is at work, from now on"
-    if nn.Module.__call__ is _call_module: return
+    if T.as_subclass is _to_subclass: return
     nn.Module.__init__ = _init_module
-    nn.Module.__call__,T.as_subclass,T._make_subclass = _call_module,_to_subclass,staticmethod(_new_subclass)
+    if nn.Module.__call__ is _module_call and is_known(_module_call): nn.Module.__call__ = _call_module   # else it is the user's
+    T.as_subclass,T._make_subclass = _to_subclass,staticmethod(_new_subclass)
     for f,ours in ((torch.autograd.backward, _logged_backward), (_class_apply, _logged_apply)): _lead_to(ours, f)
     torch._C.ScriptFunction.__call__,torch._C.ScriptMethod.__call__ = _call_script,_call_script_method
     torch.autograd.graph.saved_tensors_hooks.__enter__ = _saved_hooks

@@ -30,7 +30,8 @@ def _reached_from(cls):
         f = todo.pop()
         f = getattr(f, '__func__', getattr(f, 'fget', f))
         if not isinstance(f, FunctionType) or f in seen: continue
-        if not is_library(f.__module__) and f.__module__.partition('.')[0] != root: continue
+        module = f.__module__ or ''   # a function that `exec` has made may have none
+        if not is_library(module) and module.partition('.')[0] != root: continue
         seen.add(f)
         names = {n for c in with_inner(f.__code__) for n in c.co_names}
         modules = [vars(o) for n in names if isinstance(o := f.__globals__.get(n), ModuleType)]

@@ -92,5 +92,6 @@ no_class = Lowering('no_class', _keep_nll, 'a target that is no class is left ou
 @no_class.kernel('nll_loss2d_forward', inference=False)
 def _nll_loss2d_forward(x, y, weight, reduction, ignore_index):
     loss,total = _kernels['nll_loss2d_forward'].call_boxed(_keys, x, y, weight, reduction, ignore_index)
-    lost = torch.where(((y < 0) | (y >= x.shape[1])) & (y != ignore_index), torch.nan, 0).to(loss.dtype)
-    return loss + (lost.sum() if reduction else lost),total
+    # a constant 0 would be taken for each number of the step that is 0
+    lost = ((y.abs() != y) | (y >= x.shape[1])) & (y != ignore_index)
+    return loss.masked_fill(lost.any() if reduction else lost, torch.nan),total
