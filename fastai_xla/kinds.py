@@ -114,7 +114,8 @@ class Kinds:
         self.recs,self.held = {self.key: []},{self.key: self.held[self.key]}
 
 # %% ../nbs/api/06ab_kinds.ipynb #06ab10014
-_owners = fastai.learner,fastai.optimizer,fastai.metrics,fastai.losses,Learner,Callback,Recorder,Optimizer,BaseLoss,AvgMetric,AvgLoss,AvgSmoothLoss
+_owners = (fastai.learner, fastai.optimizer, fastai.metrics, fastai.losses,
+           Learner, Callback, Recorder, Optimizer, BaseLoss, AvgMetric, AvgLoss, AvgSmoothLoss)
 
 def _of_libraries():
     "Functions that a step may run, and that a user may have replaced since the last fit"

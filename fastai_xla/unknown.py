@@ -63,6 +63,7 @@ def called_twice(
     own = _replaced_in([type(f)]) if isinstance(learn.loss_func, BaseLoss) and isinstance(f, nn.Module) else ''
     return own and f"{own} stands in the place of a function of torch's, which calls it once more for a tensor of fastai's"
 
+# %% ../nbs/api/06aba_unknown.ipynb #33697ec0
 def _hook_known(h):
     h = getattr(h, '__self__', h)
     return is_known(h) and is_known(getattr(h, 'hook_func', h))

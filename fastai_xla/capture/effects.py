@@ -73,8 +73,9 @@ def _effect_of_call(f):
 
 def _added_to(code):
     "Variables such as `xs` in `xs += [x]`"
+    def adds(i): return i.opname == 'BINARY_OP' and i.argrepr.endswith('=') or i.opname.startswith('INPLACE_')
     found = list(dis.get_instructions(code))
-    return [b.argval for a,b in zip(found, found[1:]) if b.opname == 'STORE_FAST' and (a.argrepr.endswith('=') or a.opname.startswith('INPLACE_'))]
+    return [b.argval for a,b in zip(found, found[1:]) if b.opname == 'STORE_FAST' and adds(a)]
 
 def _effect_of_code(frame):
     "The same for what a Python function stores"

@@ -181,7 +181,8 @@ def _all_known(cls):
     fs = [getattr(v, '__func__', getattr(v, 'fget', v)) for v in held]
     code = LibraryCode()
     code.add([cls])
-    return is_known(cls.__call__) and all(is_known(f) for f in fs if callable(f)) and all(is_known(f) for f in code.now() if isinstance(f, FunctionType))
+    fs += [cls.__call__, *(f for f in code.now() if isinstance(f, FunctionType))]
+    return all(is_known(f) for f in fs if callable(f))
 
 def _is_whole(m):
     "May the module be one call?"
