@@ -61,7 +61,8 @@ def called_twice(
     "A function of the user's in the place of torch's that a loss of fastai's calls: its tensors call it once more, within torch's"
     f = getattr(learn.loss_func, 'func', None)
     own = _replaced_in([type(f)]) if isinstance(learn.loss_func, BaseLoss) and isinstance(f, nn.Module) else ''
-    return own and f"{own} stands in the place of a function of torch's, which calls it once more for a tensor of fastai's"
+    return own and (f"{own} stands in the place of a function of torch's, which calls it once more for a tensor of fastai's; "
+                    "as the learner's `loss_func` it is called once, and replayed")
 
 # %% ../nbs/api/06aba_unknown.ipynb #33697ec0
 def _hook_known(h):

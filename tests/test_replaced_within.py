@@ -57,7 +57,7 @@ def test_it_is_patched_between_two_fits(monkeypatch):
 # --- methods of libraries' classes that a user has replaced before the fit, where all else is a library's
 
 def counting(was, mine):
-    "`mine` in the place of `was`; it counts in a list that only its defaults hold, where no watch of what the step changes finds it"
+    "`mine` in the place of `was`; it counts in a list that only its defaults hold"
     def method(self, *args, seen=[]):
         seen += [0]
         return mine(was, len(seen), self, *args)

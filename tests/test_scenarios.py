@@ -29,8 +29,6 @@ _not_recorded = [
     ('a tensor on the CPU', 'lr_as_a_0_dim_tensor torch_lr_as_a_0_dim_tensor')]
 not_recorded = {n: why for why,names in _not_recorded for n in names.split()}
 
-by_guards = {*not_recorded, *list(scenarios)[::3]}   # that are tried without a log, as where several steps are one
-
 def same(name, refused, retraced):
     "What the replayed scenario leaves is what the retraced one does; the learner, counts, and what has been left"
     s = scenarios[name]
@@ -53,7 +51,6 @@ def test_replayed_is_retraced_is_the_cpu(name, request):
         diff = differences(play(scenarios[name], on_xla=False)[2], replayed, 1e-4)
         assert not diff, f'{len(diff)} differ from the CPU: {diff[:3]}'
     if name not in refused: assert counts['replayed'] + counts['logged'] > counts['batches']/2, (counts, told)
-    if name not in by_guards: return
     for fixture in ('recorded', 'without_audits'): request.getfixturevalue(fixture)
     same(name, not_recorded, plain)   # by guards alone
 
