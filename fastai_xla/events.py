@@ -14,6 +14,7 @@ import sys
 from collections import deque
 from functools import cache, partial
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType, NoneType
+from weakref import ref
 
 import numpy as np
 import torch
@@ -83,6 +84,7 @@ _most = 2000   # objects that are looked at
 
 def _parts(o):
     if isinstance(o, dict): return list(o.values())[:50]
+    if isinstance(o, ref): return [o()]
     if isinstance(o, partial): return [o.func, *o.args, *o.keywords.values()]
     if type(o) in (list, tuple, set, deque, L): return list(o)[:10]   # those of `TfmdLists` would be made
     own = [v for k,v in getattr(o, '__dict__', {}).items() if k != 'learn' and not k.startswith('__')]

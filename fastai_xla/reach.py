@@ -20,13 +20,14 @@ from plum import Function
 from torch import nn
 from fastcore.all import *
 from fastai.callback.core import Callback
+from fastai.callback.schedule import ParamScheduler
 from fastai.learner import Learner
 from fastai.optimizer import Optimizer
 
 from .capture.effects import functions_in, is_library, names_in, with_inner
 from .capture.known import is_known
 from .events import *
-from .learner_step import innermost
+from .learner_step import functions_of, innermost
 from .events import _functions, _implementations, _is_own, _is_users, _making, _methods, _parts, _walk
 
 # %% ../nbs/api/06aac_reach.ipynb #dd247199
@@ -184,7 +185,7 @@ def _shares_with_step(learn, cb, held):
     os = [o for o in _running_in(learn) if o is not cb and inside(o)]
     own = [[o] if isinstance(o, _functions) else _attributes(o) for o in os]
     found = [o for o,_ in _walk(held)]
-    if any(isinstance(o, GeneratorType) for o in found): return True
+    if any(isinstance(o, (GeneratorType, map, filter)) for o in found): return True
     return not _reached(chain.from_iterable(own)).isdisjoint(id(o) for o in found if _can_change(o))
 
 def _names_of_step(learn, cb):
@@ -195,6 +196,38 @@ def _names_of_step(learn, cb):
     others = Learner,Callback,Optimizer,torch.optim.Optimizer
     return names | {k for o in os if not isinstance(o, others) for k in getattr(o, '__dict__', {}) if not k.startswith('_')}
 
+# %% ../nbs/api/06aac_reach.ipynb #89a11855
+_of_learner = Learner,Callback,nn.Module,Optimizer,torch.optim.Optimizer,torch.Tensor,GeneratorType
+
+def _schedules_more(cb):
+    "May a user's function of a `ParamScheduler`, asked before the steps of a program, do more than answer with a number?"
+    fs = [f for s in cb.scheds.values() for f in functions_of(s) if not is_known(f)]
+    found,held = run_by([o for f in fs for o in _own_code(f)], [v for f in fs for v in _attributes(f)])
+    codes = [g.__code__ for g,_ in found if _is_own(g)]
+    if any(_changed_by(c) or _computes_names(c) for c in codes): return True
+    return any(isinstance(o, _of_learner) for o in (*held, *(v for o,_ in _walk(held) for v in _parts(o))))
+
+# %% ../nbs/api/06aac_reach.ipynb #89a11851
+_by_name = {*'''setattr delattr __setattr__ __getattribute__ __dict__ vars globals locals exec eval attrgetter methodcaller
+    __import__ import_module'''.split()}
+
+def _says_name(code, n):
+    "Does a text in the code stand as second argument of the call that begins at instruction `n`, as of `getattr`?"
+    depth = 0
+    for m,i in enumerate(code[n:], n):
+        depth += dis.stack_effect(i.opcode, i.arg, jump=False)
+        if i.opname not in ('CALL', 'CALL_FUNCTION') or depth != 1: continue
+        name = [o for o in code[n:m] if o.opname != 'PRECALL'][1-i.arg]
+        return name.opname == 'LOAD_CONST' and isinstance(name.argval, str)
+    return False
+
+@cache
+def _computes_names(code):
+    "Does a function reach attributes under names that do not stand in its code?"
+    found = [list(dis.get_instructions(c)) for c in with_inner(code)]
+    if any(not _by_name.isdisjoint(c.co_names) for c in with_inner(code)): return True
+    return any(i.argval == 'getattr' and not _says_name(o, n) for o in found for n,i in enumerate(o))
+
 # %% ../nbs/api/06aac_reach.ipynb #89a11852
 def may_change_step(
     learn:Learner, # Learner on an XLA device
@@ -202,8 +235,10 @@ def may_change_step(
     hypers:list, # Dicts of its optimizers' hyper-parameters
 ) -> bool: # Only of a user's callback
     "May `after_batch` look at the model or its optimizer, or change what a step depends on?"
+    if isinstance(cb, ParamScheduler): return _schedules_more(cb)
     if not is_user_callback(cb) or not hasattr(cb, 'after_batch'): return False
     found,held = run_after(cb)
+    if any(_computes_names(g.__code__) for g,_ in found if _is_own(g)): return True
     if not all(map(_of_step.isdisjoint, (named for _,named in found))): return True
     loss = learn.loss_func
     those = {id(o) for o in (*hypers, learn.model, *learn.model.modules(), loss, getattr(loss, 'func', loss))}

@@ -162,14 +162,14 @@ def test_a_callback_holds_what_seeds():
     in_order(lambda: learner(cbs=Seeds(), model=dropping), 'may seed random numbers', cpu=False)
 
 class Hidden(Callback):
-    "Under a name that stands nowhere"
-    def __init__(self, does): self.does = does
+    "By what an iterator gives, in which nobody can look"
+    def before_fit(self): self.fs = iter([lambda: self.learn.validate()])
     def after_batch(self):
-        if self.training and self.iter == 4: getattr(self.learn, self.does[::-1])()
+        if self.training and self.iter == 4: next(self.fs, noop)()
 
 def test_what_is_seen_too_late_is_told():
     "And the steps that had been run with that batch are as the program has left them"
-    told = left(lambda: learner(cbs=Hidden('etadilav')), steps_per_execution=3)[1]
+    told = left(lambda: learner(cbs=Hidden()), steps_per_execution=3)[1]
     assert len(told) == 1 and 'a callback has run batches after a batch, which those that had been run with it could not see' in told[0]
 
 # --- lists and dicts that a step fills
@@ -378,8 +378,11 @@ ways = dict(property=dict(model=Scaled), method=dict(model=partial(ScalesByHeld,
 def test_a_callback_counts_for_code_that_a_step_reaches(way): in_order(lambda: learner(cbs=CountsThere(), **ways[way]), _own_state)
 
 class CountsHidden(CountsThere):
-    "Under a name that stands nowhere"
-    def after_batch(self): type.__setattr__(Factors, chr(107), Factors.k+self.training)
+    "By what an iterator gives, in which nobody can look"
+    def before_fit(self):
+        super().before_fit()
+        self.fs = iter([super().after_batch]*99)
+    def after_batch(self): next(self.fs)()
 
 def test_what_a_step_reads_and_is_changed_too_late_is_told():
     told = left(lambda: learner(cbs=CountsHidden(), model=Scaled), steps_per_execution=3)[1]

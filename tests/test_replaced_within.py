@@ -86,6 +86,18 @@ def test_a_method_of_a_library_is_patched_where_all_else_is_of_libraries(cls, na
         return dict(model=mlp, loss_func=MSELossFlat, metrics=[mae], see=lambda l: [len(made[0].__kwdefaults__['seen'])])
     agree(story, branches=None, valid=None, tol=1e-6)
 
+def adds_anew(met, learn):
+    n = find_bs(learn.yb)
+    met.total = met.total + learn.to_detach(met.func(learn.pred, *learn.yb))*n
+    met.count += n
+
+@pytest.mark.parametrize('replay', [False, 'auto'])
+def test_a_sum_that_is_another_tensor_after_each_batch(replay, monkeypatch):
+    monkeypatch.setattr(AvgMetric, 'accumulate', adds_anew)
+    def story(): return dict(loss_func=MSELossFlat, metrics=[mae], see=lambda l: [v for r in l.recorder.values for v in r])
+    (want,_),(got,_) = run(story, False, xla=False),run(story, replay)
+    test_close(got['see'], want['see'], eps=1e-5)
+
 def quieter(was, n, cb, event):
     res = was(cb, event)
     if event == 'after_loss' and isinstance(cb, Recorder) and often(n//40): cb.learn.loss_grad = cb.learn.loss_grad*.5

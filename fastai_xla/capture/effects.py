@@ -174,6 +174,11 @@ def with_inner(
     "The code, and that of the functions that are made in it"
     return [code, *(o for c in code.co_consts if isinstance(c, CodeType) for o in with_inner(c))]
 
+def _names(code):
+    "Names in the code, and what it asks `getattr` for"
+    asked = {c for c in code.co_consts if isinstance(c, str) and c.isidentifier()} if 'getattr' in code.co_names else set()
+    return {*code.co_names, *code.co_freevars, *asked}
+
 @functools.lru_cache(4096)
 def _global_names(code):
     "What the code, and the functions made in it, look up among globals: `weight`, and not that of `m.weight`"
@@ -204,7 +209,7 @@ def functions_in(
         if not isinstance(f, FunctionType) or f in seen: continue
         seen.add(f)
         outer = {n: c.cell_contents for n,c in zip(f.__code__.co_freevars, f.__closure__ or ()) if c != CellType()}
-        named = {n for code in with_inner(f.__code__) for n in (*code.co_names, *code.co_freevars)}
+        named = set().union(*map(_names, with_inner(f.__code__)))
         outer |= {n: f.__globals__[n] for n in _global_names(f.__code__) if n in f.__globals__}
         named = {n: [d[n] for d in (outer, *map(vars, cls.__mro__)) if n in d] for n in named}
         yield f,named

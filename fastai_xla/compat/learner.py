@@ -23,7 +23,7 @@ from .core import kept_on_device
 from ..patching import patch, theirs
 
 # %% ../../nbs/api/04b_compat.learner.ipynb #617d7153
-class _Zero:
+class _Zero(float):
     "A sum that has not begun: turns into zeros of the shape and on the device of what is added first"
     def __iadd__(self, o):
         if not is_xla(o): return 0. + o

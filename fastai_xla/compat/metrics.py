@@ -20,7 +20,7 @@ from fastai.metrics import AccumMetric, Dice, DiceMulti, JaccardCoeff, JaccardCo
 
 from ..runtime import *
 from ..transfer import *
-from ..patching import patch
+from ..patching import patch, theirs
 
 # %% ../../nbs/api/04k_compat.metrics.ipynb #ee382572
 @patch
@@ -98,13 +98,13 @@ def accumulate(self:AvgMetric, learn):
     if self in on_host: self._under_accumulate(_fetched(learn))
 
 # %% ../../nbs/api/04k_compat.metrics.ipynb #d00a0031
-_sums = (AvgMetric, LossMetric, AvgLoss, AvgSmoothLoss)
+_sums = {c.accumulate for c in (AvgMetric, LossMetric, AvgLoss, AvgSmoothLoss)}
 
 def is_sum(
     met, # Any metric
 ) -> bool: # Not one that computes on the host
-    "Is its state a sum and a count?"
-    return met not in on_host and any(type(met).accumulate is c.accumulate for c in _sums)
+    "Is its state a sum and a count? A user may have put another `accumulate` into fastai's class"
+    return met not in on_host and type(met).accumulate in _sums and not (isinstance(met, AvgMetric) and theirs(AvgMetric, 'accumulate'))
 
 _lists = {AccumMetric: ('preds', 'targs'), Dice: ('_counts',), DiceMulti: ('_counts',)}
 
