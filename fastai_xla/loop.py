@@ -42,7 +42,8 @@ def _own(learn): return type(learn)._set_device.__module__ == 'fastai.learner'  
 def _unfolded(learn):
     "Do others call the callbacks, which would mix a batch before its transforms; or has fastai yet to count the batch's inputs?"
     if type(learn)._call_one is not _here or theirs(Learner, '_call_one'): return True
-    return uncounted(learn) and len(learn.dls.train.after_batch.fs) > 0
+    tfm = getattr(learn.dls.train, 'after_batch', None)   # a function, where somebody has put one there
+    return uncounted(learn) and len(getattr(tfm, 'fs', [tfm])) > 0
 
 # %% ../nbs/api/06c_loop.ipynb #acbdef6a
 _of_batch = {*'_split _with_events _do_one_batch'.split()}

@@ -35,8 +35,8 @@ class Order:
     def __init__(self,
         learn:Learner, # Learner at the start of a pass over `learn.dl`
     ):
-        self.reached,self.draws = reaches_items(learn),may_draw(learn.dl)
-        (in_turn.add if self.reached or self.draws else in_turn.discard)(learn.dl)
+        self.reached,self.act,self.draws = reaches_items(learn),items_act(learn),may_draw(learn.dl)
+        (in_turn.add if self.reached or self.act or self.draws else in_turn.discard)(learn.dl)
 
 @patch
 @contextmanager
@@ -88,6 +88,7 @@ def _read_between(self:Replay) -> str:
     "Why each batch is to be read after the step of the one before it; empty if it need not be"
     learn,dl,seen = self.learn,self.learn.dl,self.fit.draws
     if dl.fake_l.num_workers: return ''
+    if self.order.act: return "making the items of its DataLoader may change what a step looks at"
     if self.order.reached or changed_items.get(dl):
         return "the user's code may look at the items of its DataLoader, or change them, after each of them"
     cbs = self.step.acting('a user callback after the batch', ends_batch)

@@ -40,16 +40,18 @@ from .learner_step import _numbers_of
 # %% ../nbs/api/06aba_unknown.ipynb #33697eb9
 _events = ['before_batch', *in_step]
 
+def _is_users(f): return callable(f) and not isinstance(f, type) and not is_known(f)
+
 def _replaced(cls, names):
     "A method of a library's class in whose place a user has put another; empty if there is none"
     fs = [(n, f) for n in names if (f := getattr(cls, n, None))]
-    fs = [(n, getattr(f, 'fget', f)) for n,f in fs]
-    return first(f'{cls.__name__}.{n}' for n,f in fs if isinstance(f, FunctionType) and not is_known(f)) or ''
+    return first(f'{cls.__name__}.{n}' for n,f in fs if _is_users(getattr(f, 'fget', f))) or ''
 
 def _replaced_in(classes):
     code = LibraryCode()
     code.add(classes)
-    return getattr(first(f for f in code.now() if isinstance(f, FunctionType) and not is_known(f)), '__qualname__', '')
+    f = first(f for f in code.now() if _is_users(f))
+    return '' if f is None else getattr(f, '__qualname__', type(f).__name__)
 
 def _replaced_within(classes):
     "The same for classes of modules, and what their `forward` reaches"

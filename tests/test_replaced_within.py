@@ -1,5 +1,7 @@
 "Methods of libraries that users replace, before a fit and within it: replayed as retraced, and as fastai on the CPU"
+from contextlib import nullcontext
 from functools import wraps
+from unittest import mock
 import fastai.layers, fastai.optimizer
 import torch.nn.functional as F
 from torch.nn.functional import conv1d
@@ -134,12 +136,48 @@ def test_a_function_of_torchs_is_called_twice_by_fastais_losses(replay, monkeypa
     if replay: assert any('calls it once more' in why for why in learn.xla_report().plain)
 
 def test_a_mock_with_the_signature_of_a_forward(monkeypatch):
-    from unittest import mock
     was = nn.Linear.forward
     def fitted(replay, xla):
         with mock.patch.object(nn.Linear, 'forward', autospec=True, side_effect=lambda m, x: was(m, x)*.9):
             return run(lambda: dict(loss_func=MSELossFlat), replay, xla)[0]
     want,got = fitted(False, False),fitted('auto', True)
+    test_close(got['losses'], want['losses'], eps=1e-4*max(want['losses']))
+
+def spied(name, spy):
+    "A learner of which a `Mock` is a part, in the place of what it calls"
+    model,kwargs = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 1)),{}
+    if name == 'forward': model[0].forward = spy(model[0].forward)
+    if name == 'stepper': kwargs['opt_func'] = partial(Optimizer, cbs=[spy(fastai.optimizer.sgd_step, defaults={})])
+    if name == 'metric': kwargs['metrics'] = spy(mae, __name__='mae')
+    return Learner(data(), model, loss_func=spy(F.mse_loss) if name == 'loss' else MSELossFlat(), **kwargs)
+
+@pytest.mark.parametrize('name', ['forward', 'stepper', 'metric', 'loss', 'linear', 'relu'])
+@pytest.mark.parametrize('to', [dict(), dict(steps_per_execution=3)], ids=['default', 'three'])
+def test_a_mock_counts_its_calls(name, to):
+    def calls(to):
+        seed()
+        spies = []
+        def spy(f, **kwargs):
+            spies.append(mock.Mock(wraps=f))
+            for k,v in kwargs.items(): setattr(spies[0], k, v)
+            return spies[0]
+        function = mock.patch.object(F, name, wraps=getattr(F, name)) if name in ('linear', 'relu') else nullcontext()
+        with function as m, warnings.catch_warnings():
+            warnings.simplefilter('ignore')
+            learn = spied(name, spy)
+            if to is not None: learn.to_xla(**to)
+            with learn.no_bar(), learn.no_logging(): learn.fit(2, 1e-2)
+        return (m or spies[0]).call_count,[float(l) for l in learn.recorder.losses]
+    (want,losses),(got,theirs) = calls(None),calls(to)
+    assert got == want > 3
+    test_close(theirs, losses, eps=1e-4*max(losses))
+
+def test_a_function_stands_in_the_place_of_the_batch_transforms():
+    def story():
+        dls = data()
+        for dl in dls.loaders: dl.after_batch = lambda b: (b[0]*.5, *b[1:])
+        return dict(dls=lambda: dls, loss_func=MSELossFlat)
+    (want,_),(got,_) = run(story, False, xla=False),run(story, 'auto')
     test_close(got['losses'], want['losses'], eps=1e-4*max(want['losses']))
 
 # --- functions of libraries that are replaced between two fits, and settings that a schedule changes

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from functools import partial
 from operator import itemgetter
 from types import BuiltinFunctionType, FunctionType, MethodType
+from unittest.mock import NonCallableMock
 
 import torch
 from torch import nn
@@ -43,14 +44,14 @@ def _functions(o): return [f for f in vars(o).values() if isinstance(f, Function
 # those of torch's that hand themselves to a log, by their code, and what of torch they call
 _by_code = {f.__code__: f for o in (nn.functional, torch.functional, torch.Tensor) for f in _functions(o)}
 _called = sorted({n for c in _by_code for n in c.co_names}.intersection(vars(torch)))
-_were,_theirs = [],set()
+_were,_theirs,_replaced = [],set(),(FunctionType, NonCallableMock)
 
 def inner_patches() -> set: # Functions
     "The user's in the place of torch's that run within a call of torch's, where no log sees them"
     fs = [*map(vars(torch).get, _called)]
     if fs != _were:   # to look at what each of them is takes a millisecond
         _theirs.clear()
-        _theirs.update(f for f in fs if isinstance(f, FunctionType) and not is_known(f))
+        _theirs.update(f for f in fs if isinstance(f, _replaced) and not is_known(f))
         _were[:] = fs
     return _theirs
 
@@ -58,9 +59,9 @@ def of_torch(
     f, # What `handle_torch_function` has given to the caller
 ): # `f` where it is no function of the user's in the place of one of torch's
     "torch's own function, which `f` has replaced and calls"
-    if not isinstance(f, FunctionType) or is_known(f): return f
+    if not isinstance(f, _replaced) or is_known(f): return f
     code = sys._getframe(3).f_code   # of what has asked for it
-    own = [c.cell_contents for c in f.__closure__ or ()]   # it may have been replaced before this was imported
+    own = [c.cell_contents for c in getattr(f, '__closure__', None) or ()]   # it may have been replaced before this was imported
     return _by_code.get(code) or first(own, lambda o: getattr(o, '__code__', None) is code) or f
 
 # %% ../../nbs/api/05j_capture.known.ipynb #3cdb6002
@@ -181,7 +182,7 @@ def _all_known(cls):
     fs = [getattr(v, '__func__', getattr(v, 'fget', v)) for v in held]
     code = LibraryCode()
     code.add([cls])
-    fs += [cls.__call__, *(f for f in code.now() if isinstance(f, FunctionType))]
+    fs += [cls.__call__, *(f for f in code.now() if not isinstance(f, type))]
     return all(is_known(f) for f in fs if callable(f))
 
 def _is_whole(m):
