@@ -8,6 +8,8 @@ Docs: https://fastai-xla.github.io/fastai_xla/api/helpers.html.md"""
 __all__ = ['held_state']
 
 # %% ../nbs/api/06aab_helpers.ipynb #06ac0003
+from contextlib import contextmanager
+from operator import is_
 from types import SimpleNamespace
 
 import torch
@@ -18,7 +20,9 @@ from fastai.learner import Learner, Metric
 from fastai.optimizer import Lookahead, Optimizer, OptimWrapper
 
 from .capture.effects import is_library
+from .capture.state import Refused
 from .capture.watch import *
+from .learner_parts import *
 from .learner_step import *
 
 # %% ../nbs/api/06aab_helpers.ipynb #06ac0a03
@@ -44,6 +48,31 @@ def _stateful(self:LearnerStep, actors, mets):
 def more_optimizers(self:LearnerStep):
     "Those that callbacks within the step, or the learner's optimizer, keep beside it"
     return list({id(o): o for o in map(innermost, self.parts.stateful) if not isinstance(o, Metric)}.values())
+
+# %% ../nbs/api/06aab_helpers.ipynb #06ac0007
+def _groups_in(opt):
+    "Where an optimizer has its groups: (dict, key), and all lists of parameters and groups"
+    if hasattr(opt, 'param_lists'): return [(vars(opt), 'param_lists')],[opt.param_lists, *opt.param_lists]
+    return [(vars(opt), 'param_groups'), *((g, 'params') for g in opt.param_groups)],[opt.param_groups, *groups_of(opt)]
+
+def _plain(l): return l.items if isinstance(l, L) else l
+
+@patch
+@contextmanager
+def same_groups(self:LearnerStep):
+    "Refuse a block that changes which parameters an optimizer has; they are what they were"
+    places,lists = [],[]
+    for opt in {id(o): o for o in [*map(innermost, self.optimizers()[-1:]), *self.more_optimizers()]}.values():
+        at,ls = _groups_in(opt)
+        places += [(d, k, d[k]) for d,k in at]
+        lists += [(_plain(l), list(l)) for l in ls]
+    try: yield
+    finally:
+        moved = [l for l,was in lists if len(l) != len(was) or not all(map(is_, l, was))]
+        others = [(d, k, v) for d,k,v in places if d.get(k) is not v]
+        for l,was in lists if moved else (): l[:] = was
+        for d,k,v in others: d[k] = v
+    if moved or others: raise Refused("the step changes which parameters an optimizer has", again=False)
 
 # %% ../nbs/api/06aab_helpers.ipynb #06ac0005
 @patch
@@ -73,7 +102,7 @@ def counting(self:LearnerStep) -> list:
     "Objects whose numbers are inputs of the step"
     return [*self.parts.mets, *self.parts.actors, *self.parts.stateful, self.learn, *self.held_helpers()]
 
-# %% ../nbs/api/06aab_helpers.ipynb #06ac0006
+# %% ../nbs/api/06aab_helpers.ipynb #6d71a26f
 @patch
 def look_after(self:LearnerStep,
     o, # Object that a step changes, or `None`

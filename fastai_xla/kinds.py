@@ -24,6 +24,7 @@ from .mesh import layout
 from .precision import matmul_precision
 from .capture.watch import *
 from .compat.metrics import settings_of
+from .learner_parts import *
 from .learner_step import *
 from .helpers import *
 from .learner_step import _ident

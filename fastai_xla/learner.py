@@ -34,6 +34,7 @@ from .capture.effects import is_library
 from .capture.program import n_programs
 from .hidden import *
 from .mixed import *
+from .learner_parts import *
 from .learner_step import *
 from .replay import *
 from .moves import *

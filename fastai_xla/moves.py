@@ -21,6 +21,7 @@ from .transfer import *
 from .compat.optimizer import *
 from .hidden import named_values
 from .capture.state import flatten
+from .learner_parts import *
 from .learner_step import *
 
 # %% ../nbs/api/06e_moves.ipynb #6d0e0006
@@ -101,6 +102,7 @@ def move_learner(
     "Move model and loss; hooks, gradients and the optimizer's state follow each parameter"
     now = _homes(learn)
     ts = [] if _takers else [t for m in modules_of(learn) for t in (*m.parameters(), *m.buffers()) if is_xla(t)]
+    for f in before_fetch: ts = f(ts)
     refuse_lost(ts)   # what is only compiled has no values
     if any(is_xla(p) != is_xla(device) for p in now.values()): _let_graphs_go(learn)
     if is_xla(device):

@@ -32,6 +32,7 @@ from .hidden import *
 from .mixed import *
 from .parallel import *
 from .events import *
+from .learner_parts import *
 from .learner_step import *
 from .moves import *
 from .targets import *

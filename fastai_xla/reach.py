@@ -27,7 +27,7 @@ from .capture.effects import functions_in, is_library, names_in, with_inner
 from .capture.known import is_known
 from .capture.stores import *
 from .events import *
-from .learner_step import functions_of, innermost
+from .learner_parts import functions_of, innermost
 from .events import _functions, _implementations, _is_own, _is_users, _making, _methods, _parts, _walk
 
 # %% ../nbs/api/06aac_reach.ipynb #dd247199

@@ -27,10 +27,10 @@ from .capture.recording import *
 from .capture.watch import _base_attrs
 from .lifetimes import *
 from .events import *
+from .learner_parts import *
 from .learner_step import *
 from .helpers import *
 from .kinds import *
-from .learner_step import _numbers_of
 
 # %% ../nbs/api/06ab_recordings.ipynb #06ab0002
 class Recordings:
@@ -97,7 +97,7 @@ def _tracer(self:Recordings, left, ends):
         if j == 0: start.update(held)
         was,ids = self._attrs(),self._ids_after()
         try:
-            res,end = step.trace(j)
+            with step.same_groups(): res,end = step.trace(j)
             ends[j] = end
             changed.append(any(tensor_id(t) != n for t,n in ids))
             if j == len(step.batch.later) and any(changed): raise self._seen_late()
@@ -118,7 +118,7 @@ def _tracer(self:Recordings, left, ends):
 def _record(self:Recordings, inputs):
     step,states,left,ends = self.step,self.kinds.states,{},{}
     _recordable(step.parts.actors, inputs)
-    def numbers(): return _numbers_of(step.optimizers(), step.more_optimizers(), step.counting(), step.batch.later)
+    def numbers(): return numbers_of(step.optimizers(), step.more_optimizers(), step.counting(), step.batch.later)
     mine = [m for o in states.watch.roots for m in o.modules()]
     with self._advances() as calls: rec = Recording(self._tracer(left, ends), step.places, inputs, numbers, mine)
     advances = calls[len(calls)//2:]   # of two traces

@@ -195,12 +195,14 @@ def _tensor_ids(o):
     "Others after a change in place"
     return [tensor_id(t) for t in flatten(o)[0] if isinstance(t, torch.Tensor) and is_xla(t)]
 
+def _given(learn): return tuple(getattr(learn, k, None) for k in ('pred', 'loss', 'yb'))   # a callback may do the batch, and make none
+
 @patch
 def give(self:Replay,
     mets:list, # Metrics that are part of the step
 ):
     "Note what they have been computed of"
-    given = self.learn.pred,self.learn.loss,self.learn.yb
+    given = _given(self.learn)
     self.step.batch.given = (given, _tensor_ids(given) if self.step.user_callbacks() else None) if mets else None
 
 @patch
@@ -208,7 +210,7 @@ def _check_given(self:Replay):
     "Warn where a callback has changed what metrics are computed of, after they were"
     learn,step,b = self.learn,self.step,self.step.batch
     (given,ids),b.given = b.given or (None, None),None
-    if given is None or all(map(is_, given, (learn.pred, learn.loss, learn.yb))) and (ids is None or ids == _tensor_ids(given)): return
+    if given is None or all(map(is_, given, _given(learn))) and (ids is None or ids == _tensor_ids(given)): return
     step.late = True
     warnings.warn("A callback changes `learn.pred`, `learn.loss` or `learn.yb` in `after_batch`, before the recorder looks at "
                   "them. On XLA metrics are part of the step, so those of this batch are without the change; from the next "

@@ -22,6 +22,7 @@ from .draws import host_rng, drew
 from .data import changed_items, drawn_by, in_turn, keeps_state
 from .capture.values import *
 from .events import *
+from .learner_parts import *
 from .learner_step import *
 from .learner_step import _looks
 from .replay import *

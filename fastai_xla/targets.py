@@ -91,7 +91,7 @@ class ClassTargets:
         learn:Learner, # At the end of a batch
     ):
         "Raise what the loss raises on the CPU"
-        p,ends = learn.pred,self.ends.popleft() if self.ends else ()
+        p,ends = getattr(learn, 'pred', None),self.ends.popleft() if self.ends else ()
         if not ends or not isinstance(p, torch.Tensor) or len(learn.yb) != 1: return
         n = p.shape[self.axis if p.dim() > 1 else 0]
         if (bad := first(o for o in ends if not 0 <= o < n)) is not None: raise IndexError(_out.format(bad, n, self.axis, n-1))

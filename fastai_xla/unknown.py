@@ -34,8 +34,8 @@ from .capture.calls import *
 from .capture.log import *
 from .capture.patches import *
 from .events import *
+from .learner_parts import *
 from .learner_step import *
-from .learner_step import _numbers_of
 
 # %% ../nbs/api/06aba_unknown.ipynb #33697eb9
 _events = ['before_batch', *in_step]
@@ -133,7 +133,7 @@ def unknown_code(
     met = first(m for m in learn.metrics if not is_known(m) or not is_known(getattr(m, 'func', m)))
     if met is not None: return getattr(met, 'name', type(met).__name__)
     if why := first(filter(None, (_replaced(type(m), ('accumulate', 'reset', 'value')) for m in learn.metrics))): return why
-    return _unknown_module(learn.model) or _unknown_loss(learn.loss_func) or (learn.opt and _unknown_opt(learn.opt)) or ''
+    return _unknown_module(learn.model) or _unknown_loss(loss_of(learn)) or (learn.opt and _unknown_opt(learn.opt)) or ''
 
 # %% ../nbs/api/06aba_unknown.ipynb #62d48c0a
 class OptStep:
@@ -146,14 +146,15 @@ class OptStep:
         self.step,self.n = step,0   # parameters with a state
 
     def __call__(self): self.step(self.opt)
-    def numbers(self): return _numbers_of([self.opt, innermost(self.opt)], [], [], [])
+    def numbers(self): return numbers_of([self.opt, innermost(self.opt)], [], [], [])
 
     def tensors(self):
         "Parameters, and the XLA tensors of their state, as they are now"
         inner = innermost(self.opt)
-        if len(inner.state) < self.n: init_state(self.opt)   # somebody has cleared it
-        self.n = len(inner.state)
         self.params = [p for pg in groups_of(inner) for p in pg]
+        def n(): return sum(bool(inner.state.get(p)) for p in self.params)
+        if n() < self.n: init_state(self.opt)   # somebody has cleared it, or there is a new parameter
+        self.n = n()
         of = [(p, s) for p in self.params if (s := inner.state.get(p))]
         self.states = [s for _,s in of]
         own,self.counts = [],[]
@@ -162,8 +163,16 @@ class OptStep:
                 if type(v) is int: self.counts.append((s, k, v))
                 elif isinstance(v, torch.Tensor) and v.is_xla: own.append((s, k, v))
                 elif is_number(v): self.counts.append((s, k, get_number(s, k)))
-        self.places = own + [(inner.state, p, s) for p,s in of]
+        self.places = own + [(inner.state, p, s) for p,s in of] + self._made_of(inner)
         return [*self.params, *(v for *_,v in own)]
+
+    def _made_of(self, inner):
+        "Groups, settings and steppers, which may be others later in the step"
+        if not hasattr(inner, 'param_lists'): settings = [(g, k, list(v) if k == 'params' else v) for g in inner.param_groups for k,v in g.items()]
+        else:
+            settings = [(h, k, v) for h in inner.hypers for k,v in h.items()]
+            settings += [(vars(inner), 'param_lists', L(map(L, inner.param_lists))), (vars(inner), 'cbs', L(inner.cbs))]
+        return [(d, k, v) for d,k,v in settings if k == 'params' or type(v) not in (int, float)]
 
     def n_given(self): return len(self.params)   # of `tensors`; the others are its own
 

@@ -30,7 +30,7 @@ def of_module():
     return learn,see
 
 @pytest.mark.parametrize('make', [of_loss, of_opt, of_module])
-@pytest.mark.parametrize('to', [dict(replay=False), dict(), dict(steps_per_execution=3)], ids=['retraced', 'default', 'three'])
+@pytest.mark.parametrize('to', [dict(replay=False), dict(replay='auto'), dict(steps_per_execution=3)], ids=['retraced', 'default', 'three'])
 def test_an_item_changes_what_a_step_looks_at(make, to):
     (want,_),(got,told) = left(make),left(make, **to)
     for a,b in zip(*map(leaves, (want, got)), strict=True):

@@ -84,6 +84,7 @@ class Arguments:
     "What the calls of a step are given: where its tensors come from, its numbers, and what is sent from the host"
     def __init__(self):
         self.own = {}   # call of an optimizer -> the tensors of its state
+        self.made_here = False   # is one of them a result of this step?
         self.parted = {}   # id -> a result of a replayed step that had a graph when it was made
 
     def forget(self):
@@ -140,13 +141,6 @@ kept_grad.name = 'torch.Tensor.grad'
 @patch
 def _note_grad(self:Arguments, a):
     if a.is_leaf and a.grad is not None: self.grads[id(a)] = a.grad
-
-@patch
-def grad_before(self:Arguments,
-    p:torch.Tensor, # From outside of the step
-) -> torch.Tensor|None:
-    "The gradient that `p` had before the step"
-    return p.grad if self.answering or id(p) not in self.at else self.grads.get(id(p))
 
 def _hooked(a): return bool(a._backward_hooks) or a.is_leaf and bool(a._post_accumulate_grad_hooks)
 
@@ -229,10 +223,12 @@ def _own(self:Arguments, f, ts):
     if not ts: return []
     was,first,items,at = self.own.get(f, ((), 0, [], {}))
     same = first == len(self.outside) and len(ts) == len(was) and all(map(is_, ts, was))
+    self.made_here = False
     if self.answering and same and self.at.keys().isdisjoint(at):
         self.outside += ts
         self.at.update(at)
         return items
+    self.made_here = any(self.at.get(id(t), -1) >= 0 for t in ts)
     first,items = len(self.outside),self._skeleton(ts)
     if len(self.outside) == first+len(ts): self.own[f] = ts,first,items,{id(t): -1-first-i for i,t in enumerate(ts)}
     return items

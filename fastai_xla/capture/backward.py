@@ -10,7 +10,7 @@ __all__ = ['looks_outside', 'why_changed', 'branches']
 # %% ../../nbs/api/05lb_capture.backward.ipynb #05ma0e03
 import dis, functools
 from itertools import pairwise
-from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 
 import numpy as np
 import torch
@@ -44,6 +44,7 @@ def _is_librarys(v):
 
 def _function_reads(f, own=None, seen=()):
     if f in seen: return ''   # it calls itself
+    if isinstance(f, MethodType): return f'{f.__qualname__} is a class method, and may read attributes of its class'
     defaults = *(f.__defaults__ or ()),*(f.__kwdefaults__ or {}).values()
     if not all(isinstance(o, _steady) or is_known(o) and callable(o) for o in defaults): return f'{f.__qualname__} reads a default argument'
     if f.__code__.co_freevars: return f'{f.__qualname__} reads {f.__code__.co_freevars[0]} of an enclosing function'

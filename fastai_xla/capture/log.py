@@ -139,7 +139,7 @@ def call(self:Log,
     key = self._skeleton_of(f, args, kwargs, tensors),context_now(),guard
     saw = self.saw_xla or is_xla(kwargs.get('device'))
     n = self._matching(f, key)
-    if hasattr(f, 'taken'): self.taken[self.cur.template.depth+1] = f.taken(),f.places
+    if hasattr(f, 'taken'): self.taken[self.cur.template.depth+1] = f.taken(),self.places_of(f)
     if self.answering:
         if n is not None and n.held is not None: return self._answer(n, args, kwargs)
         if not saw: return self._call_of_the_host(f, args, kwargs, key, n, before)
@@ -179,6 +179,8 @@ _sets = {'__setitem__', '__set__', *(n for n in dir(T) if n.startswith('__i') an
 def _run(self:Log, f, args, kwargs):
     self.busy += 1
     try:
+        for d,k,v in getattr(f, 'places', ()) if self.miss.made and not isinstance(f, KnownModule) else ():
+            if isinstance(v, T) and (now := self._real(v)) is not v: d[k] = now   # a user may have put results into the state
         if not isinstance(f, KnownModule): return self._watched(f, args, kwargs) if runs_users(f) else f(*args, **kwargs)
         with f.with_tensors(self._real(f.tensors())): r,why = self.known.run(f, args, kwargs)   # a user may have put results there
         if why: self.refuse(why)

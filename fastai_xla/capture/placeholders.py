@@ -172,6 +172,21 @@ def renew(self:Log,
     elif kind.grad: self.part(old)
     self._hold(n, j)
 
+# %% ../../nbs/api/05la_capture.placeholders.ipynb #52beff41
+@patch
+def places_of(self:Log,
+    f, # An optimizer's step
+) -> list: # As of `with_state`, with a `Slot` for what the step has made
+    if not self.made_here: return f.places
+    return [(d, k, Slot('t', i) if (i := self.at.get(id(v), -1)) >= 0 else v) for d,k,v in f.places]
+
+@patch
+def grad_before(self:Log,
+    p:torch.Tensor, # From outside of the step
+) -> torch.Tensor|None:
+    "The gradient that `p` had before the step"
+    return p.grad if self.answering or id(p) not in self.at else self.grads.get(id(p))
+
 # %% ../../nbs/api/05la_capture.placeholders.ipynb #05la0d01
 def _as_made(t, attrs): return t.__dict__.keys() == attrs.keys() and all(v is attrs[k] for k,v in t.__dict__.items())
 

@@ -237,8 +237,9 @@ def forget_new(self:Reads,
 @patch
 def restore(self:Reads) -> str: # The first such place; empty if there is none
     "Put back what the step has changed of objects that nobody else looks after"
-    found,self.holder = '',None
+    found,self.holder,done = '',None,set()
     for d,k,kept,v,was,path,owner in self.places.values():
+        if id(d) in done: continue   # of a container that is as it was: what was read there later is of the step
         now = _get(d, k)
         # of containers and arrays in place nobody else knows
         if id(d) in self.known and not (now is v and isinstance(v, (np.ndarray, set, deque, *_bytes))): continue
@@ -247,7 +248,9 @@ def restore(self:Reads) -> str: # The first such place; empty if there is none
         moved = moved or any(a is not b for a,b in zip(_items(v), _items(was)) if isinstance(a, torch.Tensor))
         if not moved and self._kept(now) == kept: continue
         if not found: found,self.holder = path,owner
-        if now is v or isinstance(v, torch.Tensor): _put_back(v, was)
+        if now is v or isinstance(v, torch.Tensor):
+            _put_back(v, was)
+            done.add(id(v))
         if now is not v:
             if isinstance(d, dict): d.pop(k, None) if v is _missing else d.update({k: v})
             else: delattr(owner, k) if v is _missing else setattr(owner, k, v)   # of a class, or of an object with `__slots__`

@@ -90,7 +90,9 @@ def _trace(self:StepTrace, calls, escaped, seed, then):
         with torch.autograd.set_multithreading_enabled(False):
             reads = n_reads()
             for n in path:
-                if hasattr(n.f, 'numbers'): self.steps(n.f, *taken[n.template.depth])
+                if hasattr(n.f, 'numbers'):
+                    numbers,places = taken[n.template.depth]
+                    self.steps(n.f, numbers, resolved(places, env))
                 else: run_node(n, env, nums, sent, other=_other)
                 if runs_users(n.f) and drew(on_host): raise Refused(f"{call_name(n.f)} at {n.template.line} {why_draws}")
         # an index that came from the host, of a mask for example, would be a constant of this step

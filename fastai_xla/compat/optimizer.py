@@ -51,10 +51,12 @@ def _xla_cb(cb):
 # %% ../../nbs/api/04c_compat.optimizer.ipynb #c87bc40d
 @patch
 def zero_grad(self:Optimizer):
-    there = [p for p,*_ in self.all_params(with_grad=True) if is_xla(p)]
+    if not any(is_xla(p) for pg in self.param_lists for p in pg): return self._under_zero_grad()
+    there = [p for p,*_ in self.all_params(with_grad=True)]   # asked once: a user's may be another each time
     if theirs(Optimizer, 'zero_grad'): self._under_zero_grad()   # which may look at gradients
-    for p in there: p.grad,p._cleared = None,True
-    if not theirs(Optimizer, 'zero_grad'): self._under_zero_grad()
+    for p in there:
+        if is_xla(p): p.grad,p._cleared = None,True
+        elif p.grad is not None: p.grad.detach_().zero_()
 
 def restore_cleared(
     params, # Parameters
