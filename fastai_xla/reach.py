@@ -142,7 +142,7 @@ def _shares_with_step(learn, cb, held):
     return not _reached(chain.from_iterable(own)).isdisjoint(id(o) for o in found if _can_change(o))
 
 def _names_of_step(learn, cb=None):
-    "Names in the user's code that a step runs, with `cb` not in what its `after_batch` does; and of attributes of modules, the loss and transforms"
+    "Names in the user's code that a step runs, of `cb` without its `after_batch`; and of attributes of modules, the loss and transforms"
     os = [o for o in _running_in(learn) if o is not cb]
     names = {n for o in os for _,named in run_by(_own_code(o), _attributes(o))[0] for n in named}
     if cb is not None: names |= {n for _,named in run_within(cb) for n in named}

@@ -168,7 +168,8 @@ class OptStep:
 
     def _made_of(self, inner):
         "Groups, settings and steppers, which may be others later in the step"
-        if not hasattr(inner, 'param_lists'): settings = [(g, k, list(v) if k == 'params' else v) for g in inner.param_groups for k,v in g.items()]
+        if not isinstance(inner, Optimizer):
+            settings = [(g, k, list(v) if k == 'params' else v) for g in inner.param_groups for k,v in g.items()]
         else:
             settings = [(h, k, v) for h in inner.hypers for k,v in h.items()]
             settings += [(vars(inner), 'param_lists', L(map(L, inner.param_lists))), (vars(inner), 'cbs', L(inner.cbs))]

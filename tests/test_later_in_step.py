@@ -45,7 +45,8 @@ def leaky():
 
 later = dict(layer=('after_step', another_layer, {}), layer_after_loss=('after_loss', another_layer, {}),
     looks=('after_step', another_and_a_look, {}), cls=('after_step', another_class, {}), more=('after_pred', a_layer_more, {}),
-    hook=('after_loss', a_hook, {}), decay=('after_step', without_decay, dict(wd=.5)), keyword=('after_loss', another_keyword, dict(model=leaky)),
+    hook=('after_loss', a_hook, {}), decay=('after_step', without_decay, dict(wd=.5)),
+    keyword=('after_loss', another_keyword, dict(model=leaky)),
     nesterov=('after_step', nesterov, dict(opt_func=partial(OptimWrapper, opt=partial(torch.optim.SGD, momentum=.9)))),
     weight=('after_step', another_weight, {}), weight_of_adam=('after_step', another_weight, dict(opt_func=Adam)),
     validation=('after_pred', another_layer, dict(valid=True)))
@@ -65,7 +66,8 @@ def replaces(cb):
 
 @pytest.mark.parametrize('event', ['before_batch', 'after_pred', 'after_backward', 'before_step', 'after_step'])
 def test_a_state_is_replaced(event):
-    agrees(lambda: learner(cbs=acting(event, replaces, range(99))(), see=lambda l: [l.opt.state[p]['grad_avg'] for p in l.model.parameters()]))
+    def see(learn): return [learn.opt.state[p]['grad_avg'] for p in learn.model.parameters()]
+    agrees(lambda: learner(cbs=acting(event, replaces, range(99))(), see=see))
 
 def test_a_checkpoint_is_loaded_at_some_steps(tmp_path):
     def act(cb): (cb.learn.save if cb.train_iter == 2 else cb.learn.load)('m')
@@ -117,7 +119,8 @@ class DoesTheBatch(Callback):
         self.opt.step(), self.opt.zero_grad()
         raise CancelBatchException
 
-def test_a_callback_does_the_batch_and_leaves_no_prediction(): agrees(lambda: learner(cbs=DoesTheBatch(), metrics=[]), [dict(replay='auto'), dict(replay=False)])
+def test_a_callback_does_the_batch_and_leaves_no_prediction():
+    agrees(lambda: learner(cbs=DoesTheBatch(), metrics=[]), [dict(replay='auto'), dict(replay=False)])
 
 # --- the weight of a loss around which MixUp has put its own
 

@@ -62,7 +62,8 @@ def test_a_callback_says_the_name_of_what_it_reads(): in_order(lambda: learner(c
 # --- functions of the user's in a schedule, which are asked before the steps of a program
 
 def cos(pos): return .005*(1+math.cos(math.pi*pos))
-plain = dict(function=cos, partial=partial(lambda pos, k: .01+k*pos, k=.001), combined=combine_scheds([.5, .5], [SchedLin(1e-3, 1e-2), cos]))
+plain = dict(function=cos, partial=partial(lambda pos, k: .01+k*pos, k=.001),
+             combined=combine_scheds([.5, .5], [SchedLin(1e-3, 1e-2), cos]))
 
 @pytest.mark.parametrize('name', plain)
 def test_a_schedule_answers_with_a_number(name): in_order(lambda: learner(cbs=ParamScheduler({'lr': plain[name]})), None)

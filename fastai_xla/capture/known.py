@@ -92,7 +92,7 @@ def _getter(d, ks):
     if not ks: return None
     return partial(itemgetter(*ks), d)
 
-# %% ../../nbs/api/05j_capture.known.ipynb #f064dcaf
+# %% ../../nbs/api/05j_capture.known.ipynb #f064dcae
 class Made(NamedTuple):
     "What modules are made of: their dicts with what stands there beside tensors, their classes, and what these have as `forward`"
     dicts: list
@@ -108,6 +108,7 @@ class Made(NamedTuple):
             if c.forward is not f: c.forward = f
         return now
 
+# %% ../../nbs/api/05j_capture.known.ipynb #f064dcaf
 class KnownModule:
     "A library's module as one call: the tensors it reads, and all else on which its `forward` may depend"
     def __init__(self,
@@ -125,7 +126,7 @@ class KnownModule:
         self.lists = [(d, k) for d,k,v in own if isinstance(v, (list, dict, partial)) and _all_plain(v)]
         self.others = [(d, k) for d,k,v in own if not isinstance(v, torch.Tensor) and not _all_plain(v)]
         self.others += [(m._modules, k) for m in self.ms for k in m._modules]
-        self.tables = [(m.__dict__, n) for m in self.ms for n in _tables[:3]]
+        self.others += [(m.__dict__, n) for m in self.ms for n in _tables[:3]]
         self.sizes = [m.__dict__ for m in self.ms] + [m.__dict__[n] for m in self.ms for n in _tables] + _for_all
         self.classes = set(map(type, self.ms))
         self.made = Made([(d, {k: None if isinstance(v, torch.Tensor) else v for k,v in d.items()}) for d in self.sizes],
@@ -138,22 +139,27 @@ class KnownModule:
         "What the module reads beside its arguments"
         return [d[k] for d,k in self.places]
 
-    def shape_now(self) -> list:
-        "Which attributes, modules, hooks, classes and methods there are"
-        ids = [id(d[k]) for d,k in self.others + self.tables]
-        return [*map(len, self.sizes), *ids, *map(type, self.ms), *(id(c.forward) for c in self.classes)]
+# %% ../../nbs/api/05j_capture.known.ipynb #f064dcb1
+@patch
+def shape_now(self:KnownModule) -> list:
+    "Which attributes, modules, hooks, classes and methods there are"
+    ids = [id(d[k]) for d,k in self.others]
+    return [*map(len, self.sizes), *ids, *map(type, self.ms), *(id(c.forward) for c in self.classes)]
 
-    def is_as_made(self) -> bool:
-        try: return self.shape == self.shape_now()
-        except KeyError: return False   # an attribute is gone
+@patch
+def is_as_made(self:KnownModule) -> bool:
+    try: return self.shape == self.shape_now()
+    except KeyError: return False   # an attribute is gone
 
-    def guard(self) -> list:
-        "Values of the plain attributes"
-        return [f() for f in self.plain] + [self._text(d[k]) for d,k in self.lists]
+@patch
+def guard(self:KnownModule) -> list:
+    "Values of the plain attributes"
+    return [f() for f in self.plain] + [self._text(d[k]) for d,k in self.lists]
 
-    def _text(self, v):
-        if (res := repr(v)) not in self.texts: self.texts[res] = deepcopy(v)
-        return res
+@patch
+def _text(self:KnownModule, v):
+    if (res := repr(v)) not in self.texts: self.texts[res] = deepcopy(v)
+    return res
 
 # %% ../../nbs/api/05j_capture.known.ipynb #f064dcb0
 @patch

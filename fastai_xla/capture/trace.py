@@ -29,9 +29,9 @@ class OptSteps:
     "The numbers of known optimizers in a trace: each step of theirs on a tape of its own"
     def __init__(self, seed): self.seed,self.done,self.was,self.replaced = seed,[],[],[]
 
-    def __call__(self, f, taken, places):
+    def __call__(self, f, taken, places, env):
         self.was += [(d, k, get_number(d, k)) for d,k,_ in taken if all(d is not d2 or k != k2 for d2,k2,_ in self.was)]
-        run_known(taken, places, lambda: self._run(f))
+        run_known(taken, resolved(places, env), lambda: self._run(f))
 
     def _run(self, f):
         numbers,tape = f.numbers(),Tape(self.seed + len(self.done))
@@ -90,9 +90,7 @@ def _trace(self:StepTrace, calls, escaped, seed, then):
         with torch.autograd.set_multithreading_enabled(False):
             reads = n_reads()
             for n in path:
-                if hasattr(n.f, 'numbers'):
-                    numbers,places = taken[n.template.depth]
-                    self.steps(n.f, numbers, resolved(places, env))
+                if hasattr(n.f, 'numbers'): self.steps(n.f, *taken[n.template.depth], env)
                 else: run_node(n, env, nums, sent, other=_other)
                 if runs_users(n.f) and drew(on_host): raise Refused(f"{call_name(n.f)} at {n.template.line} {why_draws}")
         # an index that came from the host, of a mask for example, would be a constant of this step
