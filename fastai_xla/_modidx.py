@@ -3441,5 +3441,6 @@ d = { 'settings': { 'branch': 'main',
                                     'fastai_xla.unknown.called_twice': ('api/unknown.html#called_twice', 'fastai_xla/unknown.py'),
                                     'fastai_xla.unknown.in_place': ('api/unknown.html#in_place', 'fastai_xla/unknown.py'),
                                     'fastai_xla.unknown.is_number': ('api/unknown.html#is_number', 'fastai_xla/unknown.py'),
+                                    'fastai_xla.unknown.own_batch': ('api/unknown.html#own_batch', 'fastai_xla/unknown.py'),
                                     'fastai_xla.unknown.unknown_code': ('api/unknown.html#unknown_code', 'fastai_xla/unknown.py'),
                                     'fastai_xla.unknown.watch_optimizers': ('api/unknown.html#watch_optimizers', 'fastai_xla/unknown.py')}}}

@@ -26,7 +26,7 @@ from .learner_parts import *
 from .learner_step import *
 from .learner_step import _looks
 from .replay import *
-from .unknown import in_place
+from .unknown import own_batch
 from .reach import *
 from .patching import patch
 
@@ -60,7 +60,7 @@ def _singly(self:Replay) -> str:
     "Why steps cannot be recorded as one; empty if they may be"
     step = self.step
     if self.fit.late: return self.fit.late
-    other = in_place(self.learn, '_do_one_batch')
+    other = own_batch(self.learn)
     if other: return f"{other} runs in the place of fastai's; without `steps_per_execution` it is replayed"
     if not step.folds(): return f"{names_of(step.acting('looks at the batch', _looks))} looks at each batch before its step"
     for what,does in between_steps.items():

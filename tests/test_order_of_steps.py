@@ -452,3 +452,27 @@ def test_a_list_that_only_callbacks_hold_does_not_ask_for_single_steps():
         seen = []
         return learner(cbs=[Lowers(seen, lambda w: w.append(1)), Sees(lambda: len(seen))], see=lambda l: l.sees.seen)
     in_order(make, None, cpu=False)
+
+# --- methods of a learner of the user's
+
+class DoesMore(Learner):
+    n = 0
+    def _do_one_batch(self):
+        self.n += 1
+        super()._do_one_batch()
+        if self.training and self.n%3 == 0:
+            with torch.no_grad():
+                for p in self.model.parameters(): p.mul_(1-.001*self.n)
+class SplitsOtherwise(Learner):
+    n = 0
+    def _split(self, b):
+        super()._split(b)
+        self.n += 1
+        self.xb = self.xb[0]*(1+.01*self.n),
+
+@pytest.mark.parametrize('cls', [DoesMore, SplitsOtherwise])
+def test_a_learner_of_the_users_does_its_batches(cls):
+    def make():
+        m = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+        return cls(data(), m, loss_func=F.mse_loss),lambda learn: [learn.n]
+    in_order(make, "runs in the place of fastai's")
