@@ -282,7 +282,7 @@ def _abandon(self:Logged):
 @patch
 def log_of(self:Replay) -> Logged|None:
     "What does the learner's batches where a part of its code is not known"
-    if mesh() is not None or self.n_steps > 1 and not own_batch(self.learn) or not unknown_code(self.learn): return None
+    if mesh() is not None or self.n_steps > 1 and not self.fit.singly or not unknown_code(self.learn): return None
     if self.by_log is None:
         self.by_log = Logged(self)
         self.by_log.start()
