@@ -147,9 +147,11 @@ def seen_after(
     return tensors_in(v for cb in cbs for k,v in vars(cb).items() if k in names[cb])
 
 # %% ../nbs/api/06a_events.ipynb #5e1a0c04
-def _is_users(cls):
-    file = getattr(sys.modules.get(cls.__module__), '__file__', None) or ''
-    return not is_library(cls.__module__) and 'site-packages' not in file
+def _is_users(o):
+    "Is a class or function neither of Python, torch, fastai and the like nor of another package?"
+    module = getattr(o, '__module__', None) or 'builtins'
+    file = getattr(sys.modules.get(module), '__file__', None) or ''
+    return not is_library(module) and 'site-packages' not in file
 
 def _methods(o, names):
     "Functions of the user's that `o` has under one of `names`, in its class or by itself"

@@ -31,6 +31,7 @@ from .compat.core import *
 from .compat.learner import *
 from .compat.optimizer import *
 from .capture.effects import is_library
+from .capture.patches import give_up, user_line
 from .capture.program import n_programs
 from .hidden import *
 from .mixed import *
@@ -178,6 +179,7 @@ def _fit(learn, n_epoch, args):
 @patch
 def create_opt(self:Learner):
     "Create an optimizer with default hyper-parameters"
+    give_up(f'{user_line()} makes an optimizer')
     if hasattr(self, 'xla_opt'): settle(self, opt=False)
     self._under_create_opt()
 

@@ -154,10 +154,12 @@ def items_act(
     learn:Learner, # Learner at the start of a pass over `learn.dl`
 ) -> bool:
     "May code of the user's that makes items change what a step or a callback looks at?"
-    makers = _makers(learn.dl)
-    found = [o for o in run_by([(f, type(o)) for o,named in _walk(makers) for f,_ in named], makers)[0] if _is_own(o[0])]
-    if not all(map(_of_step.isdisjoint, (named for _,named in found))): return True
-    changed = set().union(*(changed_by(f.__code__) for f,_ in found))
+    makers = [(f, type(o)) for o,named in _walk(_makers(learn.dl)) for f,_ in named]
+    found = [o for f,cls in makers if _is_users(getattr(f, 'func', f)) for o in functions_in(f, cls) if _is_users(o[0])]
+    if not found: return False
+    names = {n for _,named in found for n in named}
+    if not _of_step.isdisjoint(names): return True
+    changed = set().union(*map(changed_by, {f.__code__ for f,_ in found} | _named_methods(learn.dl, names)))
     return bool(changed) and not changed.isdisjoint(_of_callbacks | _names_of_step(learn))
 
 # %% ../nbs/api/06aac_reach.ipynb #89a11855

@@ -11,6 +11,7 @@ __all__ = ['called_twice', 'in_place', 'own_batch', 'unknown_code', 'OptStep', '
 # %% ../nbs/api/06aba_unknown.ipynb #2a7c80e8
 import functools
 from types import FunctionType
+from unittest.mock import NonCallableMock
 
 import numpy as np
 import torch
@@ -41,7 +42,7 @@ from .learner_step import *
 # %% ../nbs/api/06aba_unknown.ipynb #33697eb9
 _events = ['before_batch', *in_step]
 
-def _is_users(f): return callable(f) and not isinstance(f, type) and not is_known(f)
+def _is_users(f): return isinstance(f, (FunctionType, NonCallableMock)) and not is_known(f)
 
 def _replaced(cls, names):
     "A method of a library's class in whose place a user has put another; empty if there is none"

@@ -218,7 +218,7 @@ def _all_known(cls):
     fs = [getattr(v, '__func__', getattr(v, 'fget', v)) for v in held]
     code = LibraryCode()
     code.add([cls])
-    fs += [cls.__call__, *(f for f in code.now() if not isinstance(f, type))]
+    fs += [cls.__call__, *(f for f in code.now() if isinstance(f, _replaced))]
     return all(is_known(f) for f in fs if callable(f))
 
 def _is_whole(m):

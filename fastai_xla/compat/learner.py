@@ -23,8 +23,10 @@ from .core import kept_on_device
 from ..patching import patch, theirs
 
 # %% ../../nbs/api/04b_compat.learner.ipynb #617d7153
-class _Zero(float):
+class _Zero:
     "A sum that has not begun: turns into zeros of the shape and on the device of what is added first"
+    def __add__(self, o): return 0. + o
+    __radd__ = __add__
     def __iadd__(self, o):
         if not is_xla(o): return 0. + o
         total = send([torch.zeros(o.shape)], o.device)[0]
