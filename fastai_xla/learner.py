@@ -42,10 +42,9 @@ from .moves import *
 from .parallel import *
 from .opt_callback import *
 from .opt_callback import _check_default, _move_dls, _opt_params
-import fastai_xla.loop
-import fastai_xla.compat.progress, fastai_xla.compat.tracker, fastai_xla.compat.schedule, fastai_xla.compat.transform
-import fastai_xla.compat.augment, fastai_xla.compat.mixup, fastai_xla.compat.metrics, fastai_xla.compat.fp16
-import fastai_xla.compat.text, fastai_xla.compat.gan, fastai_xla.compat.hook
+import fastai_xla.loop, fastai_xla.compat.progress, fastai_xla.compat.tracker, fastai_xla.compat.schedule, fastai_xla.compat.transform
+import fastai_xla.compat.augment, fastai_xla.compat.mixup, fastai_xla.compat.metrics, fastai_xla.compat.fp16, fastai_xla.compat.text
+import fastai_xla.compat.gan, fastai_xla.compat.hook
 from .lowerings.all import register_lowerings
 from .patching import patch, bypassed
 

@@ -29,7 +29,6 @@ from .capture.log import *
 from .capture.patches import *
 from .capture.patches import _make_subclass
 from .capture.program import *
-from .learner_parts import *
 from .learner_step import *
 from .unknown import *
 from .replay import *

@@ -24,7 +24,6 @@ from .data import RawBatch, feed, feedable, in_groups
 from .capture.values import *
 from .capture.patches import looked_at, set_aside, watched
 from .events import *
-from .learner_parts import *
 from .learner_step import *
 from .replay import *
 from .logged import *

@@ -143,6 +143,16 @@ def unknown_code(
     if why := first(filter(None, (_replaced(type(m), ('accumulate', 'reset', 'value')) for m in learn.metrics))): return why
     return _unknown_module(learn.model) or _unknown_loss(loss_of(learn)) or (learn.opt and _unknown_opt(learn.opt)) or ''
 
+# %% ../nbs/api/06aba_unknown.ipynb #62d48c09
+def _made_of(inner):
+    "Groups, settings and steppers, which may be others later in the step"
+    if not isinstance(inner, Optimizer):
+        settings = [(g, k, list(v) if k == 'params' else v) for g in inner.param_groups for k,v in g.items()]
+    else:
+        settings = [(h, k, v) for h in inner.hypers for k,v in h.items()]
+        settings += [(vars(inner), 'param_lists', L(map(L, inner.param_lists))), (vars(inner), 'cbs', L(inner.cbs))]
+    return [(d, k, v) for d,k,v in settings if k == 'params' or type(v) not in (int, float)]
+
 # %% ../nbs/api/06aba_unknown.ipynb #62d48c0a
 class OptStep:
     "A known optimizer's step as one call of a log: the tensors it reads, its numbers, and what else it depends on"
@@ -173,17 +183,8 @@ class OptStep:
                 if type(v) is int: self.counts.append((s, k, v))
                 elif isinstance(v, torch.Tensor) and v.is_xla: own.append((s, k, v))
                 elif is_number(v): self.counts.append((s, k, get_number(s, k)))
-        self.places = own + [(inner.state, p, s) for p,s in of] + self._made_of(inner)
+        self.places = own + [(inner.state, p, s) for p,s in of] + _made_of(inner)
         return [*self.params, *(v for *_,v in own)]
-
-    def _made_of(self, inner):
-        "Groups, settings and steppers, which may be others later in the step"
-        if not isinstance(inner, Optimizer):
-            settings = [(g, k, list(v) if k == 'params' else v) for g in inner.param_groups for k,v in g.items()]
-        else:
-            settings = [(h, k, v) for h in inner.hypers for k,v in h.items()]
-            settings += [(vars(inner), 'param_lists', L(map(L, inner.param_lists))), (vars(inner), 'cbs', L(inner.cbs))]
-        return [(d, k, v) for d,k,v in settings if k == 'params' or type(v) not in (int, float)]
 
     def n_given(self): return len(self.params)   # of `tensors`; the others are its own
 
