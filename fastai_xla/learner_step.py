@@ -145,7 +145,7 @@ def look(self:LearnerStep,
     for cb in actors:   # attributes that come with the first batch would make of the second another kind
         if mixes(cb) and learn.training and not hasattr(cb, 'lam') and len(learn.yb): cb.lam,cb.yb1 = learn.yb[0],tuple(learn.yb)
     mets,keeping,others = self.metrics()
-    losses = dict.fromkeys((learn.loss_func, loss_of(learn)))
+    losses = [learn.loss_func] + [loss_of(learn)]*(loss_of(learn) is not learn.loss_func)
     settings = Settings(learn, [*((f, True) for f in losses), *((f, True) for f in self.tfms()), *((o, False) for o in (*actors, *mets))])
     self.parts = Parts(mixed, actors, mets, keeping, others, self._stateful(actors, mets), settings)
 

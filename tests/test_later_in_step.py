@@ -3,6 +3,7 @@
 Each fit as fastai on the CPU: losses, weights, and what is counted"""
 import sys, subprocess
 import pytest
+from dataclasses import dataclass
 import fastai.optimizer
 import torch.nn.functional as F
 from test_order_of_steps import *
@@ -163,3 +164,11 @@ def test_a_key_that_comes_with_the_first_step_into_a_dict_of_an_enclosing_functi
         stats = {}
         return learner(model=lambda: CallsHeld(lambda x: Notes.apply(x, stats)), see=lambda l: [stats['n']])
     agrees(make, [dict(replay='auto'), dict(steps_per_execution=3)])
+
+@dataclass
+class Scaled:
+    "Which has no hash, as dataclasses have none"
+    by: float = .5
+    def __call__(self, p, y): return F.mse_loss(p, y)*self.by
+
+def test_a_loss_without_a_hash(): agrees(lambda: learner(loss_func=Scaled()), [dict(replay='auto'), dict(steps_per_execution=3)])
