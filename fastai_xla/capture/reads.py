@@ -146,7 +146,7 @@ def _has(self:Reads, v, code, depth=0):
     "What of the names that `code` reads is an attribute of `v`?"
     left = self.asked.get(code)
     if not left: return
-    found = left & names_had(v)
+    found = code_names(code).reads & names_had(v)   # there is a `torch.functional` beside that of `torch.nn`
     left -= found
     if not isinstance(v, ModuleType) or depth > 3: return
     for o in [vars(v).get(n) for n in found]:
