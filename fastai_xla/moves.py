@@ -11,6 +11,7 @@ __all__ = ['modules_of', 'move_learner']
 import warnings
 
 import torch
+from torch.nn.parameter import is_lazy
 from fastcore.all import *
 from fastai.learner import Learner
 
@@ -69,6 +70,13 @@ def _warn_of_shared(modules):
                       f"its own from now on, and one does not follow the other. Tie the parameter itself, `model.{n} = model.{other}`, or "
                       "`clone()` the values where they are meant to part.")
 
+# %% ../nbs/api/06e_moves.ipynb #275a3d64
+def _check_lazy(modules):
+    n = first(n for m in modules for n,t in (*m.named_parameters(), *m.named_buffers()) if is_lazy(t))
+    if n: raise ValueError(f"`{n}` has no shape yet, as the layer is a lazy one that takes it from its first batch. On XLA a step is "
+                           "compiled for weights that are there. Show the model a batch first: "
+                           "`learn.model(*learn.dls.one_batch()[:learn.dls.n_inp])`, then call `learn.to_xla()`.")
+
 # %% ../nbs/api/06e_moves.ipynb #b3dd8b77
 def _taken(learn):
     "Tensors that callbacks, the loss and modules keep as plain attributes, and that functions of these name: pairs of a name and a tensor"
@@ -107,6 +115,7 @@ def move_learner(
         if 'Expected XLA tensor' not in str(e): raise   # a result of a step that goes on
     if any(is_xla(p) != is_xla(device) for p in now.values()): _let_graphs_go(learn)
     if is_xla(device):
+        _check_lazy(modules_of(learn))
         _warn_of_shared(modules_of(learn))
         _warn_of_aliases(learn)
     returned,moved,axes = _returned(learn, now),{},learn.xla_opt.layout.of(modules_of(learn))

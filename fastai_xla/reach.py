@@ -206,7 +206,9 @@ between_steps = {
     "end the batch, the epoch or the fit after each of them, with those after it done": lambda learn, cb, hypers:
         may_raise(cb, names_after(cb)) or _raises(cb) if ends_batch(cb) else cuts_short(cb),
     "look at the recorder's metrics after each of them, or predict": lambda learn, cb, hypers: sees_metrics(names_after(cb).keys()),
-    "seed random numbers after each of them": lambda learn, cb, hypers: not _seeding.isdisjoint(names_after(cb))}
+    "seed random numbers after each of them": lambda learn, cb, hypers: not _seeding.isdisjoint(names_after(cb)),
+    "take gradients away within each of them": lambda learn, cb, hypers:
+        is_user_callback(cb) and any(takes_gradients(f.__code__) for f,_ in run_within(cb) if _is_own(f))}
 
 # %% ../nbs/api/06aac_reach.ipynb #89a1184f
 _draws = {*'''random randrange randint uniform gauss choice choices sample shuffle rand randn normal permutation randperm beta betavariate

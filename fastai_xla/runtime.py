@@ -258,6 +258,13 @@ def note_filled(
     for p in params:
         if hasattr(p, '_cleared'): p._cleared = is_cleared(p) if p.grad is None else None
 
+def note_none(
+    params, # Parameters whose gradient has been set to `None`, where fastai's `zero_grad` would have left zeros
+):
+    "They have none, and an optimizer passes over them"
+    for p in params:
+        if is_cleared(p): p._cleared = False
+
 # %% ../nbs/api/00_runtime.ipynb #4e1f7a36
 def file_name(
     path:str, # Of a code object

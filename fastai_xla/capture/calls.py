@@ -165,10 +165,10 @@ class Node:
 
 class Answer:
     "What a call is answered with: new tensors, those that were there before, and what it has done to others"
-    __slots__ = 'new kinds olds consts spec flat turned filled carries'.split()
+    __slots__ = 'new kinds olds consts spec flat turned cleared carries'.split()
     def __init__(self):
         self.new = range(0)   # origins of the new tensors
-        self.kinds,self.turned,self.filled,self.carries = [],[],(),False
+        self.kinds,self.turned,self.cleared,self.carries = [],[],(),False
 
 class Template:
     "What a call is made of again"

@@ -20,6 +20,7 @@ from unittest.mock import NonCallableMock
 
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 from fastcore.all import *
 
 from ..draws import host_rng, drew
@@ -27,7 +28,7 @@ from .effects import is_library_name
 from .watch import LibraryCode
 
 # %% ../../nbs/api/05j_capture.known.ipynb #3cdb6001
-_builtin = {int, float, bool, str, type(None)}
+_builtin,_of_heap = {int, float, bool, str, type(None)},1<<9   # the latter is a flag of classes that Python code makes
 def is_known(
     o, # Class, function, method, `partial`, or an object
 ) -> bool:
@@ -38,7 +39,9 @@ def is_known(
     if isinstance(o, (list, tuple, set, dict, L)): return all(map(is_known, o.values() if isinstance(o, dict) else o))
     if not isinstance(o, (type, FunctionType, BuiltinFunctionType)): o = type(o)
     # `functools.wraps` copies the name of the module
-    if isinstance(o, FunctionType) and not is_library_name(o.__globals__.get('__name__', 'builtins')): return False
+    if isinstance(o, FunctionType) and not is_library_name(o.__globals__.get('__name__', '')): return False
+    # a class that `exec` has made where nothing has a name
+    if isinstance(o, type) and o.__module__ == 'builtins' and o.__flags__ & _of_heap: return False
     return is_library_name(getattr(o, '__module__', None) or 'builtins')
 
 # %% ../../nbs/api/05j_capture.known.ipynb #05j0a7c1
@@ -181,7 +184,8 @@ def as_was(self:KnownModule,
     tensors:list, # From an earlier `tensors`
 ):
     "Within the block the module has the values and tensors that it had, and is made of what it was made of"
-    made = None if self.is_as_made() else self.made.put()
+    # in the middle of a change, as of `prune`, a tensor may be gone, and another there
+    made = None if self.is_as_made() and all(k in d for d,k in self.places) else self.made.put()
     now = [(d, {k: d[k] for k in ks}) for d,ks in self.named] + [(d, {k: d[k]}) for d,k in self.places + self.lists]
     for (d,ks),v in zip(self.named, guard): d.update(zip(ks, v if len(ks) > 1 else (v,)))
     for (d,k),text in zip(self.lists, guard[len(self.named):]): d[k] = self.texts[text]
@@ -255,7 +259,7 @@ class KnownModules:
     def __call__(self,
         m:nn.Module, # Any module
     ) -> KnownModule|None: # `None` where its Python has to run
-        if m in self.made: return
+        if m in self.made or parametrize._cache_enabled: return   # what is kept for a while is another for each call
         k = self.found.get(m, 0)
         if k == 0 or k is not None and not k.is_as_made(): k = self.found[m] = self._make(m)
         return k

@@ -18,7 +18,7 @@ from fastcore.all import *
 from fastai.torch_core import TensorBase
 
 from ..runtime import *
-from ..runtime import note_filled, xla_counts
+from ..runtime import xla_counts
 from ..graphs import *
 from ..draws import python_lock, host_rng, drew
 from .known import *
@@ -147,7 +147,7 @@ def call(self:Log,
         new = self.outside[before[2]:]   # the first calls of a new path are checked as those of a first step
         if new and any(pending(new)): self.refuse(f"{call_name(f)} at {user_line()} is given a tensor that was made where nobody saw it")
     reads,flags,rng = n_reads() if saw else 0,self._flags(f),rng_state()
-    r = self._run(f, self._real(args), self._real(kwargs))
+    r = self._run(f, self._real(args), self._real(kwargs), before)
     turns = [(o, Kind(self._object(o))) for o,flag in self._flags(f) if flag and (o, flag) not in flags]
     there = any(map(is_on_xla, leaves := pytree.tree_leaves(r)))
     if saw and (n_reads() != reads or any(isinstance(l, T) and not is_xla(l) for l in leaves)):
@@ -156,7 +156,7 @@ def call(self:Log,
     if saw or there:
         r = self._note(f, args, kwargs, key, n, before, r, turns)
         self.cur.template.draws = rng_state() != rng
-        if getattr(f, '__name__', '') == 'backward': self._note_filled()
+        self._note_cleared(f, args)
         return r
     self.undo(before)
     return r
@@ -165,7 +165,7 @@ def call(self:Log,
 @patch
 def _call_of_the_host(self:Log, f, args, kwargs, key, n, before):
     "Nothing of the device: run, unless it makes something there"
-    r = self._run(f, args, kwargs)
+    r = self._run(f, args, kwargs, before)
     if not any(map(is_on_xla, pytree.tree_leaves(r))):
         self.undo(before)
         return r
@@ -176,7 +176,7 @@ def _call_of_the_host(self:Log, f, args, kwargs, key, n, before):
 _sets = {'__setitem__', '__set__', *(n for n in dir(T) if n.startswith('__i') and callable(getattr(T, n)))}
 
 @patch
-def _run(self:Log, f, args, kwargs):
+def _run(self:Log, f, args, kwargs, before):
     self.busy += 1
     try:
         for d,k,v in getattr(f, 'places', ()) if self.miss.made and not isinstance(f, KnownModule) else ():
@@ -185,6 +185,9 @@ def _run(self:Log, f, args, kwargs):
         with f.with_tensors(self._real(f.tensors())): r,why = self.known.run(f, args, kwargs)   # a user may have put results there
         if why: self.refuse(why)
         return r
+    except Exception:   # which the user's code may expect
+        self.undo(before)
+        raise
     finally: self.busy -= 1
 
 @patch
@@ -264,11 +267,6 @@ def _class_of(self:Log, a):
     reads = a.__dict__ and not isinstance(a, TensorBase)   # as torchvision's boxes, which give their format on
     if type(a) not in (T, P) and (reads or not is_known(getattr(called, '__func__', called))):
         self.refuse(f"torch calls run code of {type(a).__name__} at {user_line()}")
-
-@patch
-def _note_filled(self:Log):
-    note_filled(self.outside)
-    self.cur.answer.filled = tuple(i for i,t in enumerate(self.outside) if t.__dict__.get('_cleared', 0) is None)
 
 @patch
 def _as_given(self:Log, l):

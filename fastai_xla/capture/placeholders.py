@@ -17,7 +17,7 @@ from fastcore.all import *
 from fastai.torch_core import TensorBase, _find_args
 
 from ..runtime import *
-from ..runtime import note_filled
+from ..runtime import note_filled, note_none
 from ..graphs import *
 from ..draws import python_lock
 from .effects import is_library_name
@@ -83,6 +83,19 @@ def _carry(
     for t in res if is_listy(res) else [res]:
         if isinstance(t, TensorBase) and given: t.set_meta(given[0], as_copy=True)
 
+_set_grad,_delete_grad = T.grad.__set__,T.grad.__delete__
+
+@patch
+def _note_cleared(self:Log, f, args):
+    "What a call does to gradients that `zero_grad` has dropped"
+    answer = self.cur.answer
+    if getattr(f, '__name__', '') == 'backward':
+        note_filled(self.outside)
+        answer.cleared = tuple((i, None) for i,t in enumerate(self.outside) if t.__dict__.get('_cleared', 0) is None)
+    elif f == _delete_grad or f == _set_grad and args[1] is None:
+        note_none(args[:1])
+        if (i := self.at.get(id(args[0]), 0)) < 0: answer.cleared = (-1-i, False),
+
 _nothing = [None]
 
 @patch
@@ -91,7 +104,7 @@ def _answer(self:Log, n, args, kwargs):
     self.cur = n
     self.path.append(n)
     r = n.answer
-    for i in r.filled: self.outside[i]._cleared = None
+    for i,c in r.cleared: self.outside[i]._cleared = c
     for o,t in r.turned: self.turned[id(self._object(o))] = t
     if r.olds == _nothing and r.consts == _nothing: return None
     for o,t in zip(r.new, n.held): self.at[id(t)] = o

@@ -75,8 +75,8 @@ class Refused(RuntimeError):
         super().__init__(why+detail)
         self.why,self.again,self.holder = why,again,holder
 
-# the last is a cache of `nn.RNNBase`, checked by itself
-_module_attrs = frozenset(nn.Module().__dict__) - {'training'} | {'_flat_weight_refs'}
+_module_attrs = frozenset(nn.Module().__dict__) - {'training'} | {'_flat_weight_refs'}   # the last, of `nn.RNNBase`, is checked by itself
+_hooks = [k for k,v in nn.Module().__dict__.items() if isinstance(v, dict) and '_hooks' in k]
 
 # to print a tensor is to read it
 def key_name(k): return f'parameter of shape {tuple(k.shape)}' if isinstance(k, torch.Tensor) else str(k)
@@ -186,7 +186,8 @@ class Memory:
         search=False, # Remember all else that is alive on the device, too?
     ):
         self.of_modules = places.of_modules
-        self.held = [(d, dict(d)) for d,*_ in places.keys.values()]
+        dicts = [d for d,*_ in places.keys.values()]
+        self.held = [(d, dict(d)) for d in dicts + [d[k] for d in dicts for k in _hooks if isinstance(d.get(k), dict)]]
         self.lists = [(v, list(v)) for _,_,v,*_ in places.trees if isinstance(v, list)]
         self.readers = {}
         for d,k,t,_ in places.tensors: self._add(t, (item, d, k))

@@ -14,13 +14,14 @@ from contextlib import contextmanager
 from functools import partial
 
 import torch
+from torch import nn
 from fastcore.all import *
 from fastai.learner import Learner
 from fastai.optimizer import (Optimizer, Lookahead, OptimWrapper, average_grad, average_sqr_grad,
                               lamb_step, larc_layer_lr, larc_step, step_stat, debias)
 
 from ..runtime import *
-from ..runtime import is_cleared, note_filled
+from ..runtime import is_cleared, note_filled, note_none
 from ..graphs import sync_between
 from ..transfer import *
 from ..patching import patch, theirs
@@ -92,6 +93,17 @@ def _backward(self:Learner):
     self._under__backward()
     if not isinstance(self.opt, Optimizer): return
     with torch._C.DisableTorchFunction(): note_filled(p for pg in self.opt.param_lists for p in pg)
+
+# %% ../../nbs/api/04c_compat.optimizer.ipynb #1e16406d
+@patch
+def zero_grad(self:nn.Module, set_to_none=True):
+    self._under_zero_grad(set_to_none)
+    if set_to_none: note_none(self.parameters())
+
+@patch
+def zero_grad(self:torch.optim.Optimizer, set_to_none=True):
+    self._under_zero_grad(set_to_none)
+    if set_to_none: note_none(p for g in self.param_groups for p in g['params'])
 
 # %% ../../nbs/api/04c_compat.optimizer.ipynb #786decc8
 _made_by = {average_grad: 'grad_avg', average_sqr_grad: 'sqr_avg'}
