@@ -113,7 +113,7 @@ def acting(self:LearnerStep,
 ):
     "Callbacks in their order, as long as they are the same"
     if not self.batch.quiet:
-        now = [(id(cb), len(cb.__dict__)) for cb in self.learn.cbs]
+        now = [(id(cb), cb.order, len(cb.__dict__), len(vars(type(cb)))) for cb in self.learn.cbs]
         if now != self.cbs: self.cbs,self.acts = now,{}
     if name not in self.acts: self.acts[name] = [cb for cb in ordered(self.learn) if (is_one or (lambda cb: acts(cb, (name,))))(cb)]
     return self.acts[name]

@@ -34,7 +34,7 @@ T,P = torch.Tensor,nn.Parameter
 def _of_tensor(names): return {getattr(T, n) for n in names.split() if hasattr(T, n)}
 
 _asked = {getattr(T, n) for n in '''shape dtype device requires_grad is_leaf grad_fn ndim layout is_sparse is_quantized is_cuda is_cpu
-    is_xla names itemsize nbytes is_mps is_meta is_nested output_nr retains_grad'''.split() if hasattr(T, n)}
+    is_xla names itemsize nbytes is_mps is_meta is_nested output_nr'''.split() if hasattr(T, n)}
 get_version = T._version.__get__   # of a result: a call. How often a tensor from outside has been changed is another number in each step
 questions = _of_tensor('''size dim numel stride is_floating_point is_complex element_size storage_offset is_contiguous nelement ndimension
     __len__ __hash__ get_device is_signed is_inference has_names __dir__ untyped_storage is_same_size is_shared is_pinned''')
@@ -84,8 +84,10 @@ def is_on_xla(a): return isinstance(a, T) and is_xla(a)
 
 # %% ../../nbs/api/05k_capture.calls.ipynb #8bb723a5
 def flags_of(t):
-    "Does it require a gradient, is it a leaf? Nothing for a view made within `no_grad` whose base has changed since: torch refuses to say"
-    try: return t.requires_grad,t.is_leaf
+    """Does it require a gradient, is it a leaf, of what shape and type is it?
+
+    Nothing for a view made within `no_grad` whose base has changed since: torch refuses to say"""
+    try: return t.requires_grad,t.is_leaf,t.shape,t.dtype
     except RuntimeError: return None
 
 def n_reads() -> int:

@@ -177,6 +177,8 @@ class StepLeft:
         if not all(_as_laid(env[o], env[-1-j]) for o,j in self.aliases.items()): raise Refused(aliased)
         escaped = escaped - self.aliases.keys()
         self.escapes = {o: root(env[o]) for o in sorted(escaped)}
+        before = {name for name,_ in self.updated}.intersection(self.escapes.values())   # of a tensor that has other data by now
+        with torch.no_grad(): self.escapes |= {o: root(env[o].clone()) for o,v in self.escapes.items() if v in before}
         self.held_grads = {o: root(env[o].grad) for o in sorted(escaped) if _has_grad(env[o])}
         self.ties = {o: v for o,v in ties(path, env, escaped).items() if v[0] is None or v[0] < 0 or root(env[v[0]]) != self.escapes[o]}
         if any(i is None for i,_ in self.ties.values()): raise Refused(_parts)
