@@ -59,6 +59,15 @@ def _promoted(name, at):
         return _kernels[name].call_boxed(_keys, *args[:at.start], *_as_one(args[at], wrap), *args[at.stop:], **kwargs)
     return _kernel
 
+# %% ../../nbs/api/01ja_lowerings.types.ipynb #159bdfa0
+def _whole(a, b, floor):
+    "The quotient of integers; what is divided is a multiple of `b`, so that the quotient is whole up to 2**53"
+    dtype,at = torch.result_type(a, b),next(o.device for o in (a, b) if is_xla(o))
+    a,b = (o.to(at, dtype) if isinstance(o, torch.Tensor) else torch.full((), _kept(o, dtype), dtype=dtype, device=at) for o in (a, b))
+    left = torch.fmod(a, b)
+    q = ((a-left).double()/b.double()).round().to(dtype)
+    return torch.where((left != 0) & ((left < 0) != (b < 0)), q-1, q) if floor else q
+
 # %% ../../nbs/api/01ja_lowerings.types.ipynb #a1db0008
 _two = '''add.Tensor sub.Tensor pow.Tensor_Tensor maximum minimum atan2 logaddexp xlogy.Tensor lerp.Scalar smooth_l1_loss
     fmod.Tensor remainder.Tensor clamp_min clamp_max clamp_min.Tensor clamp_max.Tensor

@@ -15,7 +15,7 @@ from fastcore.all import *
 from ..runtime import *
 from ..graphs import pending
 from .core import *
-from .types import _first, _kernels, _kept, _keys, _scalar
+from .types import _first, _kernels, _kept, _keys, _scalar, _whole
 
 # %% ../../nbs/api/01j_lowerings.wrong.ipynb #b2c1a9fd
 extremes = Lowering('extremes', lambda: True, '`amax()` and `amin()` without a dimension return the tensor')
@@ -118,8 +118,9 @@ def _division(a, b):
 @division.kernel('div.Tensor_mode', inference=False)
 def _rounded(a, b, *, rounding_mode=None):
     if rounding_mode is None: return _division(a, b)
-    if rounding_mode == 'floor' and torch.result_type(a, b).is_floating_point: return _floored(a, b)
-    return _quotient(_first(a, b), b, rounding_mode)
+    dtype = torch.result_type(a, b)
+    if not (dtype.is_floating_point or dtype is torch.bool): return _whole(a, b, rounding_mode == 'floor')
+    return _floored(a, b) if rounding_mode == 'floor' else _quotient(_first(a, b), b, rounding_mode)
 
 division.kernel('div.Scalar', inference=False)(_division)
 @division.kernel('floor_divide', inference=False)
