@@ -6,8 +6,8 @@ Docs: https://fastai-xla.github.io/fastai_xla/api/events.html.md"""
 
 # %% auto #0
 __all__ = ['in_step', 'outside_step', 'of_batches', 'cancels', 'hears_all', 'acts', 'is_user_callback', 'may_raise', 'ends_batch',
-           'tensors_in', 'held_by', 'seen_after', 'run_by', 'run_after', 'run_within', 'names_after', 'cuts_short',
-           'reads_grads', 'sees_metrics', 'may_see']
+           'slots_of', 'tensors_in', 'held_by', 'seen_after', 'run_by', 'run_after', 'run_within', 'names_after',
+           'cuts_short', 'reads_grads', 'sees_metrics', 'may_see']
 
 # %% ../nbs/api/06a_events.ipynb #48c937e5
 import sys
@@ -82,12 +82,23 @@ def _may_differ(o, named):
 _functions = FunctionType, MethodType, partial   # no other is asked for attributes that it may not have
 _most = 2000   # objects that are looked at
 
+@cache
+def slots_of(
+    cls:type, # Any class
+) -> list: # Names
+    "Attributes in `__slots__` of a class of the user's"
+    return [k for c in cls.__mro__ if not is_library(c.__module__) for k in listify(vars(c).get('__slots__')) if not k.startswith('__')]
+
+def _is_table(o): return type(o).__module__.partition('.')[0] in ('pandas', 'polars', 'pyarrow', 'scipy', 'sklearn', 'matplotlib', 'PIL')
+
 def _parts(o):
-    if isinstance(o, dict): return list(o.values())[:50]
+    if isinstance(o, dict): return [*list(o.values())[:50], *(k for k in list(o)[:50] if hasattr(k, '__dict__'))]
     if isinstance(o, ref): return [o()]
     if isinstance(o, partial): return [o.func, *o.args, *o.keywords.values()]
     if type(o) in (list, tuple, set, deque, L): return list(o)[:10]   # those of `TfmdLists` would be made
+    if _is_table(o): return []
     own = [v for k,v in getattr(o, '__dict__', {}).items() if k != 'learn' and not k.startswith('__')]
+    own += [getattr(o, k, None) for k in slots_of(type(o))]
     return [o.__self__, *own] if isinstance(o, MethodType) else own
 
 def _implementations(f): return [m.implementation for m in f.methods] if isinstance(f, Function) else [f]   # by types, as of `encodes`
@@ -97,7 +108,7 @@ _making = '__getitem__ __getitems__ __iter__ __call__ encodes create_item create
 def _code_of(o):
     "A function, or those of a user's class that makes items, or is called"
     if isinstance(o, (*_functions, Function)): return _implementations(o)
-    if is_library(type(o).__module__): return []
+    if is_library(type(o).__module__) or _is_table(o): return []
     return [g for n in _making if callable(f := getattr(type(o), n, None)) for g in _implementations(f)]
 
 # %% ../nbs/api/06a_events.ipynb #5e1a0c03
