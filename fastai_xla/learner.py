@@ -92,6 +92,7 @@ def _check_learner(learn):
     if defaults.use_cuda is False:
         raise ValueError("fastai has been told to put everything on the CPU, by `default_device(False)`. "
                          "Take that back with `default_device(None)`, then call `learn.to_xla()`.")
+    check_lazy(modules_of(learn))
     if names := bypassed(): warnings.warn(_bypassed.format(', '.join(names)))
 
 # %% ../nbs/api/07_learner.ipynb #09479c00

@@ -124,13 +124,13 @@ def do_batch(self:Replay) -> bool: # Has the step been done?
     for m in step.parts.mets: _zeros(m, learn.xla_opt.device)
     methods = None if same else methods_now(learn)
     rec = next((r for r in recs if (same or r.beside.methods == methods) and r.ready(same)), None)
+    if rec and self._is_shared(rec): return False
     try: rec = self._proved(rec, recs, inputs)
     except (Exception, KeyboardInterrupt) as e:
         self._refuse(e)
         step.batch.interrupt = e if isinstance(e, KeyboardInterrupt) else None
         return False
     if rec.proved: fit.failed[learn.training] = 0
-    if self._is_shared(rec): return False
     try: self._run(rec, inputs, same)
     except Dropped:
         recs.remove(rec)

@@ -54,6 +54,7 @@ def _function_reads(f, own=None, seen=()):
     if f.__code__.co_freevars: return f'{f.__qualname__} reads {f.__code__.co_freevars[0]} of an enclosing function'
     return _code_reads(f.__code__, f.__globals__, f.__qualname__, own, (*seen, f))
 
+# %% ../../nbs/api/05lb_capture.backward.ipynb #b1e39848
 @functools.cache
 def looks_outside(
     cls, # `torch.autograd.Function`

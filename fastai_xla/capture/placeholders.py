@@ -96,6 +96,7 @@ def _note_cleared(self:Log, f, args):
         note_none(args[:1])
         if (i := self.at.get(id(args[0]), 0)) < 0: answer.cleared = (-1-i, False),
 
+# %% ../../nbs/api/05la_capture.placeholders.ipynb #eaf0db7b
 _nothing = [None]
 
 @patch

@@ -78,8 +78,7 @@ class Refused(RuntimeError):
 _module_attrs = frozenset(nn.Module().__dict__) - {'training'} | {'_flat_weight_refs'}   # the last, of `nn.RNNBase`, is checked by itself
 _hooks = [k for k,v in nn.Module().__dict__.items() if isinstance(v, dict) and '_hooks' in k]
 
-# to print a tensor is to read it
-def key_name(k): return f'parameter of shape {tuple(k.shape)}' if isinstance(k, torch.Tensor) else str(k)
+def key_name(k): return f'parameter of shape {tuple(k.shape)}' if isinstance(k, torch.Tensor) else str(k)   # to print it is to read it
 
 # %% ../../nbs/api/05b_capture.state.ipynb #5e738092
 def checksum(

@@ -184,6 +184,7 @@ class StepLeft:
         if any(i is None for i,_ in self.ties.values()): raise Refused(_parts)
         self.bases = {i: root(env[i]) for i,_ in self.ties.values() if i >= 0}
 
+# %% ../../nbs/api/05ma_capture.trace.ipynb #f07b55fd
 @patch
 def _collect(self:StepTrace, path, env, escaped):
     "What the step leaves behind, and the graph that it comes from"
