@@ -143,8 +143,8 @@ _of_fit = {*'iter train_iter pct_train epoch n_epoch n_iter training beta'.split
 
 def _of_libraries(learn):
     "Attributes of libraries' callbacks that act within a step, as `max_norm` of `GradientClip`"
-    cbs = [cb for cb in learn.cbs if is_library(type(cb).__module__) and acts(cb, ('before_batch', *in_step))]
-    return {k for cb in cbs if not type(cb).__module__.startswith('fastai_xla') and cb is not learn.__dict__.get('recorder') for k in vars(cb)}
+    mine = [cb for cb in learn.cbs if type(cb).__module__.startswith('fastai.') and cb is not learn.__dict__.get('recorder')]
+    return {k for cb in mine if acts(cb, ('before_batch', *in_step)) for k in vars(cb)}
 
 def _holds(v, those, depth=0):
     "Is `v` one of `those`, or a parameter, or does it hold one?"
