@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from plum import Function
 from torch import nn
+from torch.nn.parameter import is_lazy
 from fastcore.all import *
 from fastai.callback.core import Callback
 from fastai.callback.schedule import ParamScheduler
@@ -44,7 +45,7 @@ def _can_change(o):
 def _memory(o):
     "Where the numbers of an array or a tensor of the host begin, and those of what it is a view of"
     found = set()
-    if isinstance(o, torch.Tensor) and o.device.type == 'cpu' and o.layout == torch.strided:
+    if isinstance(o, torch.Tensor) and not is_lazy(o) and o.device.type == 'cpu' and o.layout == torch.strided and o.numel():
         found = {('at', o.data_ptr()), ('at', o.untyped_storage().data_ptr())}
     while isinstance(o, np.ndarray):
         found.add(('at', o.__array_interface__['data'][0]))
@@ -135,8 +136,8 @@ def reaches_items(
     return not _reached(_makers(learn.dl)).isdisjoint(_marks(o for o,_ in held))
 
 # %% ../nbs/api/06aac_reach.ipynb #89a11850
-_of_step = {*'''model opt loss_func cbs add_cb add_cbs remove_cb remove_cbs added_cbs removed_cbs set_grad_enabled
-    save load _save export freeze freeze_to unfreeze create_opt set_hyper set_hypers'''.split()}
+_of_step = {*'model opt loss_func cbs add_cb add_cbs remove_cb remove_cbs added_cbs removed_cbs set_grad_enabled'.split()}
+_of_weights = {*'save load _save export freeze freeze_to unfreeze create_opt set_hyper set_hypers'.split()}   # methods of a learner
 _of_callbacks = {'run', 'run_train', 'run_valid'}   # which fastai looks at before each event
 _harmless = {*'learn loss pred xb yb dl iter train_iter epoch recorder training'.split()}   # what a callback reads of a batch
 _of_fit = {*'iter train_iter pct_train epoch n_epoch n_iter training beta'.split()}   # the last of the recorder's running loss
@@ -209,7 +210,7 @@ def may_change_step(
     if not is_user_callback(cb) or not hasattr(cb, 'after_batch'): return False
     found,held = run_after(cb)
     if any(computes_names(g.__code__) for g,_ in found if _is_own(g)): return True
-    if not all(map(_of_step.isdisjoint, (named for _,named in found))): return True
+    if not all(map((_of_step | _of_weights).isdisjoint, (named for _,named in found))): return True
     loss = learn.loss_func
     those = {id(o) for o in (*hypers, learn.model, *learn.model.modules(), loss, getattr(loss, 'func', loss))}
     if any(_holds(v, those) for v in held) or _shares_with_step(learn, cb, held): return True

@@ -37,10 +37,16 @@ def test_an_item_changes_what_a_step_looks_at(make, to):
         torch.testing.assert_close(*map(torch.as_tensor, (b, a)), rtol=1e-3, atol=1e-4, check_dtype=False)
     assert len(told) == ('steps_per_execution' in to) and all('making the items of its DataLoader' in s for s in told), told
 
-def test_an_item_that_changes_itself_is_read_ahead():
-    class Counts(Items):
-        n = 0
-        def __getitem__(self, i): self.n += 1; return super().__getitem__(i)
-    learn = learner(partial(setting, Counts))[0].to_xla()
+class Counts(Items):
+    n = 0
+    def __getitem__(self, i): self.n += 1; return super().__getitem__(i)
+class Loads(Items):
+    "Under a name that a learner has as well"
+    def load(self, i): return super().__getitem__(i)
+    def __getitem__(self, i): return self.load(i)
+
+@pytest.mark.parametrize('cls', [Counts, Loads])
+def test_an_item_that_changes_nothing_else_is_read_ahead(cls):
+    learn = learner(partial(setting, cls))[0].to_xla()
     learn.dl = learn.dls.train
     assert not items_act(learn)

@@ -150,7 +150,7 @@ def call(self:Log,
     r = self._run(f, self._real(args), self._real(kwargs), before)
     turned = [(o, flag) for o,flag in self._flags(f, kwargs) if flag and (o, flag) not in flags]
     turns = [(o, Kind(self._object(o))) for o,_ in turned]
-    if any(o < 0 and flag[2:] not in [was[2:] for i,was in flags if i == o] for o,flag in turned):
+    if any(o < 0 and flag[2:] not in [(was or flag)[2:] for i,was in flags if i == o] for o,flag in turned):
         self.refuse(f"{call_name(f)} at {user_line()} changes the shape or the type of a tensor from before the step")
     there = any(map(is_on_xla, leaves := pytree.tree_leaves(r)))
     if saw and (n_reads() != reads or any(isinstance(l, T) and not is_xla(l) for l in leaves)):
