@@ -250,6 +250,16 @@ class OfGlobal(Counting):
     def change(self, h):
         rates['rate'] = 1/(1+.3*self.n)
         return Inherits.apply(h)
+class Place:
+    i = 0
+    def __index__(self): return self.i
+class OfIndex(Counting):
+    def __init__(self):
+        super().__init__()
+        self.place = Place()
+    def change(self, h):
+        self.place.i = self.n//4%6
+        return h*(1+h[:,self.place][:,None])
 text = '''
 import torch
 from torch import nn
@@ -270,7 +280,7 @@ class Executed(Counting):
         self.names['scale'] = 1+.1*self.n
         return self.c(h)
 
-@pytest.mark.parametrize('model', [OfParameter, OfResult, OfGlobal, Executed])
+@pytest.mark.parametrize('model', [OfParameter, OfResult, OfGlobal, OfIndex, Executed])
 def test_code_that_nobody_sees_reads_what_changes(model):
     _,told = compare(lambda: learner(model), default)
     assert not told
