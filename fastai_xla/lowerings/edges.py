@@ -114,7 +114,7 @@ def _by_cpu(op):
         return op(torch.view_as_complex(torch.view_as_real(x).cpu()), *args).to(x.device)
     return _kernel
 
-for _n in '_fft_c2c _fft_c2r angle'.split(): wide_complex.kernel(_n, key='AutogradXLA')(_by_cpu(getattr(torch.ops.aten, _n).default))
+for _n in ('_fft_c2c', 'angle'): wide_complex.kernel(_n, key='AutogradXLA')(_by_cpu(getattr(torch.ops.aten, _n).default))
 
 # %% ../../nbs/api/01jb_lowerings.edges.ipynb #e1dc0007
 def _keep_running():
