@@ -188,10 +188,10 @@ def _skeleton(self:Arguments, args):
             out.append(plain_key(a))
             if callable(a) and not isinstance(a, (nn.Module, type)) and not is_known(a):
                 self.refuse(f"a function of a library calls one of yours at {user_line()}")
-            if type(out[-1]) is Same and not is_known(t) and not isinstance(a, Enum):
-                self.refuse(f"a {t.__name__} is an argument at {user_line()}, and nobody sees what it holds the next time")
             if type(out[-1]) is Same and holds_tensors(a):
                 self.refuse(f"a {t.__name__} that holds tensors is an argument of a library's module at {user_line()}")
+            if type(out[-1]) is Same and not is_known(t) and not isinstance(a, Enum):
+                self.refuse(f"a {t.__name__} is an argument at {user_line()}, and nobody sees what it holds the next time")
     return out
 
 @patch
