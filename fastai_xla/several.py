@@ -66,7 +66,6 @@ def _singly(self:Replay) -> str:
     for what,does in between_steps.items():
         cbs = step.acting(what, lambda cb: does(self.learn, cb, hypers_of(step.optimizers())))
         if cbs: return f"{names_of(cbs)} may {what}"
-    if metrics_change_step(self.learn): return "a metric may change what a step looks at, while it accumulates the batch before it"
     if step.held_helpers(): return "the step changes an object that a callback, the loss or a layer keeps"
     return self._read_between() if self.order else ''
 

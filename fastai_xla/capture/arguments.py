@@ -191,7 +191,8 @@ def _skeleton(self:Arguments, args):
             if type(out[-1]) is Same and holds_tensors(a):
                 self.refuse(f"a {t.__name__} that holds tensors is an argument of a library's module at {user_line()}")
             if type(out[-1]) is Same and not is_known(t) and not isinstance(a, Enum):
-                self.refuse(f"a {t.__name__} is an argument at {user_line()}, and nobody sees what it holds the next time")
+                self.refuse(f"a {t.__name__} is an argument at {user_line()}, and nobody sees what it holds the next time; "
+                            "give the number or the tensor itself")
     return out
 
 @patch

@@ -161,7 +161,7 @@ _class_apply = torch.autograd.Function.__dict__['apply'].__func__
 _apply = _copy(_class_apply)
 def _logged_apply(cls, *args, **kwargs):
     if not _active or (log := active()) is None or not any(map(is_on_xla, args)): return _apply(cls, *args, **kwargs)
-    whys = (why_changed(a, names_in(cls)) for a in args)
+    whys = (why_changed(a, names_of(cls)) for a in args)
     if why := looks_outside(cls) or first(filter(None, whys)): give_up(f'{why}, at {user_line()}')
     with _outside(log): return log.call(partial_apply(cls), args, kwargs)
 
