@@ -74,7 +74,7 @@ def _call(m, *args, **kwargs):
 class _Calls:
     "In the place of `nn.Module._compiled_call_impl`, which is None for a module that is not compiled"
     def __get__(self, m, cls):
-        if _within: return None
+        if torch.compiler.is_dynamo_compiling() or _within: return None   # or it would follow `_explained`
         known = _explained.get(id(m))
         return partial(_call, m) if known and known() is m else None
 

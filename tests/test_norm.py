@@ -15,6 +15,7 @@ from sklearn.datasets import load_digits
 from fastai_xla.all import *
 from fastai_xla.norm import *
 from fastai_xla.convert import *
+from fastai_xla.mixed import explain_mixed, explain_no_more
 from fastai_xla.runtime import *
 from fastai_xla.transfer import *
 from common import *
@@ -390,6 +391,14 @@ def test_compile(update_every):
     for p,q in zip(a.parameters(), b.parameters()): close(q.grad, p.grad, 1e-4)
     for (k,p),q in zip(a.state_dict().items(), b.state_dict().values()): close(q.float(), p.float(), 1e-4)
     test_eq(frames[-1], frames[7])             # compiled for good, whatever the counters say
+
+def test_compile_beside_a_learner_on_xla():
+    "What names a tensor on the CPU to models on XLA is not followed into another model that is compiled"
+    torch._dynamo.reset()
+    m = nn.Sequential(nn.Conv2d(1, 4, 3), RunningBatchNorm2d(4, update_every=3))
+    explain_mixed(there := nn.Linear(2, 2))
+    with torch._dynamo.config.patch(error_on_recompile=True): torch.compile(m, backend='eager')(torch.randn(4, 1, 6, 6))
+    explain_no_more(there)
 
 def test_sam_and_accumulation():
     m = nn.Sequential(nn.Conv2d(1, 4, 3), RunningBatchNorm2d(4, update_every=2, warmup=0))
