@@ -3,10 +3,11 @@
 The controls show that each guard is needed."""
 import os
 os.environ.setdefault('XLA_COMPILATION_CACHE_SIZE', '128')
-import gc, subprocess, sys, tempfile, warnings, weakref
+import gc, tempfile, warnings, weakref
 from contextlib import nullcontext
+from pathlib import Path
 
-import pytest
+import own_process, pytest
 from fastai.callback.all import *
 from common import *
 from scenarios.base import counting
@@ -26,7 +27,7 @@ pytestmark = pytest.mark.usefixtures('recorded')
 def net(p=.3):
     return nn.Sequential(nn.Sequential(nn.Conv2d(1, 4, 3, 2, 1), nn.BatchNorm2d(4), nn.ReLU()),
                          nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(p), nn.Linear(4, 4)))
-def dls(n=40, tfms=None, size=8): return image_dls(n, 16, 8, size=size, after_batch=tfms)   # 5 and 2 batches
+def dls(n=32, tfms=None, size=8): return image_dls(n, 8, 8, size=size, after_batch=tfms)   # 4 batches and one
 def learner(dls_=None, **kwargs):
     return Learner(dls_ or dls(), net(), **(dict(loss_func=CrossEntropyLossFlat(), metrics=accuracy, splitter=params_of) | kwargs))
 
@@ -555,7 +556,7 @@ def test_control(name, monkeypatch, without_audits):
 def test_untracked_lr(monkeypatch):
     "With one guard less, the next one finds it: the schedule counts in numpy, which takes the other numbers as they are"
     monkeypatch.setattr(Numbers, '_add', all_but_lr)
-    learn,counts = compare(learner, one_cycle)
+    learn,counts = compare(lambda: learner(dls(40)), one_cycle)
     assert any('Python numbers decide' in w for w in learn.xla_opt.replay.reasons.why)
 
 # What a recording holds
@@ -597,11 +598,16 @@ def test_state_is_freed():
         assert not any(w() is not None for w in was)
     run(learner, story, True)
 
-def test_small_cache():
+def test_small_cache(tmp_path):
     "A recording whose program torch_xla has dropped is made again"
-    res = subprocess.run([sys.executable, '-W', 'ignore', __file__, 'cb-resizes'],
-                         env=os.environ | dict(XLA_COMPILATION_CACHE_SIZE='2'), capture_output=True, text=True)
-    assert ' same ' in res.stdout, res.stdout + res.stderr[-2000:]
+    code = """
+import test_replay_changes as t
+from fastai_xla.replay import Replay
+Replay.log_of = lambda self: None
+make,story = next(c[2:] for c in t.cases if c[:2] == ('cb', 'resizes'))
+t.compare(make, story)"""
+    res = own_process.run(['-c', code], tmp_path, Path(__file__).parent, os.environ | dict(XLA_COMPILATION_CACHE_SIZE='2'))
+    assert not res.returncode, res.stderr[-2000:]
 
 class Averaged(Callback):
     "Validates with an average of the weights, as callbacks do that put another model there for it"
@@ -623,20 +629,3 @@ def test_a_model_that_is_there_for_validation_alone_drops_no_recordings():
     report = learn.xla_report()
     assert report.recordings.groupby('phase').recordings.sum().to_dict() == {'training': 1, 'validation': 1}
     assert not report.plain and not report.again and report.audits['training'] == 4   # its batches 2, 4 and 8, and where epochs begin
-
-if __name__ == '__main__':
-    import time, traceback
-    from fastai_xla.replay import Replay
-    Replay.log_of = lambda self: None
-    for a,b,make,story in cases:
-        if sys.argv[1:] and not any(o in f'{a}-{b}' for o in sys.argv[1:]): continue
-        t = time.process_time()
-        try:
-            l,c = compare(make, story)
-            print(f'{a}-{b:26s} same {c["replayed"]}/{c["batches"]} '
-                  f'{dict(l.xla_opt.replay.reasons.why) or ""} {time.process_time()-t:.1f}s', flush=True)
-        except BaseException as e:
-            if isinstance(e, AssertionError): print(f'{a}-{b:26s} DIFFERENT {str(e)[:900]}', flush=True)
-            else:
-                print(f'{a}-{b:26s} ERROR {type(e).__name__} {str(e)[:500]}', flush=True)
-                traceback.print_exc(limit=-4)
