@@ -4,7 +4,7 @@ Those show each fault. Then conversions, and fastai's layers."""
 import io, math, warnings
 from copy import deepcopy
 import numpy as np
-import pytest, torch
+import own_process, pytest, torch
 from torch import nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
@@ -15,7 +15,6 @@ from sklearn.datasets import load_digits
 from fastai_xla.all import *
 from fastai_xla.norm import *
 from fastai_xla.convert import *
-from fastai_xla.mixed import explain_mixed, explain_no_more
 from fastai_xla.runtime import *
 from fastai_xla.transfer import *
 from common import *
@@ -392,13 +391,19 @@ def test_compile(update_every):
     for (k,p),q in zip(a.state_dict().items(), b.state_dict().values()): close(q.float(), p.float(), 1e-4)
     test_eq(frames[-1], frames[7])             # compiled for good, whatever the counters say
 
-def test_compile_beside_a_learner_on_xla():
+beside = """
+import torch, torch._dynamo
+from torch import nn
+from fastai_xla.mixed import explain_mixed
+from fastai_xla.norm import RunningBatchNorm2d
+explain_mixed(there := nn.Linear(2, 2))
+m = nn.Sequential(nn.Conv2d(1, 4, 3), RunningBatchNorm2d(4, update_every=3))
+with torch._dynamo.config.patch(error_on_recompile=True): torch.compile(m, backend='eager')(torch.randn(4, 1, 6, 6))"""
+
+def test_compile_beside_a_learner_on_xla(tmp_path):
     "What names a tensor on the CPU to models on XLA is not followed into another model that is compiled"
-    torch._dynamo.reset()
-    m = nn.Sequential(nn.Conv2d(1, 4, 3), RunningBatchNorm2d(4, update_every=3))
-    explain_mixed(there := nn.Linear(2, 2))
-    with torch._dynamo.config.patch(error_on_recompile=True): torch.compile(m, backend='eager')(torch.randn(4, 1, 6, 6))
-    explain_no_more(there)
+    res = own_process.run(['-c', beside], tmp_path)
+    assert not res.returncode, res.stderr[-2000:]
 
 def test_sam_and_accumulation():
     m = nn.Sequential(nn.Conv2d(1, 4, 3), RunningBatchNorm2d(4, update_every=2, warmup=0))
