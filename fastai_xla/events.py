@@ -13,7 +13,7 @@ __all__ = ['in_step', 'outside_step', 'of_batches', 'cancels', 'hears_all', 'act
 import sys
 from collections import deque
 from functools import cache, partial
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType, NoneType
+from types import BuiltinFunctionType, FunctionType, MethodType, MethodWrapperType, ModuleType, NoneType
 from weakref import ref
 
 import numpy as np
@@ -79,6 +79,7 @@ def _may_differ(o, named):
     return not isinstance(o, (BuiltinFunctionType, tuple, NoneType, torch.dtype, torch.device))
 
 # %% ../nbs/api/06a_events.ipynb #5e1a0c02
+_bound = BuiltinFunctionType, MethodWrapperType   # of an object, or of a module
 _functions = FunctionType, MethodType, partial   # no other is asked for attributes that it may not have
 _most = 2000   # objects that are looked at
 
@@ -97,6 +98,7 @@ def _parts(o):
     if isinstance(o, partial): return [o.func, *o.args, *o.keywords.values()]
     if type(o) in (list, tuple, set, deque, L): return list(o)[:10]   # those of `TfmdLists` would be made
     if _is_table(o): return []
+    if isinstance(o, _bound): return [o.__self__]   # as `d.__setitem__`
     own = [v for k,v in getattr(o, '__dict__', {}).items() if k != 'learn' and not k.startswith('__')]
     own += [getattr(o, k, None) for k in slots_of(type(o))]
     return [o.__self__, *own] if isinstance(o, MethodType) else own
@@ -252,7 +254,7 @@ def sees_metrics(
     names, # In the code of an `after_batch`
 ) -> bool:
     "May it look at what the recorder's metrics have come to, as `self.recorder.smooth_loss.value`, or predict, which fills them anew?"
-    if not names.isdisjoint({'smooth_loss', 'recorder'}) and not names.isdisjoint({'value', 'val', 'count', 'reset'}): return True
+    if not names.isdisjoint({'smooth_loss', 'recorder'}) and not names.isdisjoint({'value', 'val', 'count', 'reset', 'beta'}): return True
     return not names.isdisjoint('metrics _train_mets _valid_mets get_preds validate tta predict show_results _do_epoch_validate'.split())
 
 def may_see(

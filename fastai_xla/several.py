@@ -63,6 +63,7 @@ def _singly(self:Replay) -> str:
     other = own_batch(self.learn)
     if other: return f"{other} runs in the place of fastai's; without `steps_per_execution` it is replayed"
     if not step.folds(): return f"{names_of(step.acting('looks at the batch', _looks))} looks at each batch before its step"
+    if transforms_look(self.learn): return "a batch transform of yours reads numbers of the learner that are others at each of them"
     for what,does in between_steps.items():
         cbs = step.acting(what, lambda cb: does(self.learn, cb, hypers_of(step.optimizers())))
         if cbs: return f"{names_of(cbs)} may {what}"

@@ -108,12 +108,18 @@ class Retains(Counting):
         if not h.requires_grad: return h
         h.retain_grad()
         return h*(2 if h.retains_grad else 1)
+class Classes(Counting):
+    def change(self, h):
+        t = h*1.
+        scale = 1. if type(t) is Tensor else .5
+        t.__class__ = TensorImage
+        return h*scale
 
-@pytest.mark.parametrize('model', [Unsqueezes, Transposes, Sets, Out, Retains])
+@pytest.mark.parametrize('model', [Unsqueezes, Transposes, Sets, Out, Retains, Classes])
 def test_a_result_is_changed_in_place(model):
     "A replayed step said of it what it had been before"
     learn,told = compare(lambda: learner(model), default)
-    assert not told and not plain(learn)
+    assert not told and bool(plain(learn)) == (model is Classes)
 
 class Turns(Counting):
     def __init__(self):
@@ -171,7 +177,9 @@ heard = {'default': default, 'retraced': dict(replay=False), 'three': three}
 # `p.grad = None` is not heard in retraced steps, as "What is not as on the CPU" tells
 unheard = [('retraced', SetsNone), ('retraced', Deletes)]
 
-@pytest.mark.parametrize('to,cb', [(to, cb) for cb in (ZerosFirst, ZerosLater, SetsNone, Deletes) for to in heard if (to, cb) not in unheard])
+taken = [(to, cb) for cb in (ZerosFirst, ZerosLater, SetsNone, Deletes) for to in heard if (to, cb) not in unheard]
+
+@pytest.mark.parametrize('to,cb', taken)
 def test_gradients_are_taken_away_before_the_backward_pass(to, cb):
     "The optimizer passes over what then gets none; it decayed"
     compare(lambda: learner(Two, cb(), **decaying), heard[to])
@@ -247,6 +255,15 @@ class OfResult(Counting):
         w = self.b.weight*1.
         w.gain = 1/(1+.1*self.n)
         return h*Gains.apply(h, w)
+class ByContext(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x): return x*1.
+    @staticmethod
+    def backward(ctx, g): return g*type(ctx)._forward_cls.rate
+class OfContext(Counting):
+    def change(self, h):
+        ByContext.rate = 1/(1+.1*self.n)
+        return ByContext.apply(h)
 class OfGlobal(Counting):
     def change(self, h):
         rates['rate'] = 1/(1+.3*self.n)
@@ -281,7 +298,7 @@ class Executed(Counting):
         self.names['scale'] = 1+.1*self.n
         return self.c(h)
 
-@pytest.mark.parametrize('model', [OfParameter, OfResult, OfGlobal, OfIndex, Executed])
+@pytest.mark.parametrize('model', [OfParameter, OfResult, OfContext, OfGlobal, OfIndex, Executed])
 def test_code_that_nobody_sees_reads_what_changes(model):
     _,told = compare(lambda: learner(model), default)
     assert not told
@@ -377,6 +394,18 @@ def test_items_share_what_changes(make, to):
     _,told = compare(make, to)
     assert in_turn(told) == len(told) == len(to)
 
+class Branches(Counting):
+    def change(self, h):
+        if not self.training: return h
+        self.h = h.detach().clone().requires_grad_()
+        return self.h*1.1 if self.n%3 == 0 else self.h
+class Looks(Callback):
+    def before_fit(self): self.learn.seen = []
+    def after_batch(self):
+        if self.training: self.learn.seen.append(round(float(self.model.h.grad.abs().mean()), 3))
+
+def test_a_result_keeps_its_gradient_where_a_step_takes_another_path(): compare(lambda: learner(Branches, cbs=Looks()), default)
+
 # With several steps as one
 
 class Steps(Callback):
@@ -403,6 +432,16 @@ class Clips(Steps):
 class Smooths(Steps):
     order = 70   # after the recorder
     def each(self): self.learn.recorder.smooth_loss.beta = .5
+class SmoothsBefore(Callback):
+    def after_batch(self): self.learn.recorder.smooth_loss.beta = .5 if self.learn.iter%2 else .9
+gains = {}
+class SetsItem(Steps):
+    def __init__(self): self.note = gains.__setitem__
+    def before_fit(self):
+        super().before_fit()
+        gains['now'] = 1.
+    def each(self): self.note('now', gains['now']*1.1)
+    def after_pred(self): self.learn.pred = self.pred*gains['now']
 class ByKey(Steps):
     def before_fit(self):
         super().before_fit()
@@ -420,12 +459,28 @@ class BySlots(Steps):
         self.copier = Copier(self.model[0].bias, self.learn.seen)
     def each(self): self.copier.copy()
 
-@pytest.mark.parametrize('cb', [Saves, Freezes, CountsOn, Skips, Clips, Smooths, ByKey, BySlots])
+@pytest.mark.parametrize('cb', [Saves, Freezes, CountsOn, Skips, Clips, Smooths, SetsItem, ByKey, BySlots])
 def test_between_two_steps_a_callback_changes_or_looks_at(cb, tmp_path):
     splitter = lambda m: L(params(m[0]), params(m[2]))
     def make(): return learner(cbs=[cb(), *([GradientClip(1.)] if cb is Clips else [])], splitter=splitter, path=tmp_path)
     _,told = compare(make, three)
     assert in_turn(told) == 1, told
+
+class ByRate(Transform):
+    order = 99
+    def encodes(self, o:tuple): return o[0]*(1+self.learn.opt.hypers[0]['lr']),o[1]
+
+def test_a_batch_transform_reads_what_is_another_in_each_step():
+    def make():
+        tfm = ByRate()
+        dls = data()
+        for dl in dls.loaders: dl.after_batch = Pipeline([tfm])
+        tfm.learn = learner(dls=dls)
+        return tfm.learn
+    _,told = compare(make, three)
+    assert in_turn(told) == 1, told
+
+def test_the_recorders_average_is_set_before_it_counts(): compare(lambda: learner(cbs=SmoothsBefore()), default)
 
 class Moves(Metric):
     def reset(self): self.n = 0

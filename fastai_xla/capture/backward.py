@@ -26,7 +26,7 @@ def _code_reads(code, names, whose, own, seen):
     "What code reads beside its arguments; empty if nothing"
     for i,then in pairwise(dis.get_instructions(code)):
         v = names.get(i.argval, dis) if i.opname == 'LOAD_GLOBAL' else dis
-        outer = i.opname == 'LOAD_GLOBAL' and v is dis and i.argval in _outer
+        outer = i.argval == '_forward_cls' or i.opname == 'LOAD_GLOBAL' and v is dis and i.argval in _outer
         if outer or i.opname == 'IMPORT_NAME': return f'{whose} reads what {i.argval} gives'
         if isinstance(v, FunctionType) and not is_known(v): inner = _function_reads(v, seen=seen)
         elif own and v is own: inner = '' if then.argval in _helpers(own) else f'{whose} reads an attribute of {i.argval}'

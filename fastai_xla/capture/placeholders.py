@@ -9,6 +9,7 @@ __all__ = ['Later']
 
 # %% ../../nbs/api/05la_capture.placeholders.ipynb #03895fce
 import sys
+from itertools import chain
 from weakref import getweakrefcount, ref
 
 import torch
@@ -208,10 +209,12 @@ def _as_made(t, attrs): return t.__dict__.keys() == attrs.keys() and all(v is at
 def tidy(self:Log,
     objs:list, # Placeholders of the step's calls so far
 ):
-    "Attributes that somebody has set on a placeholder are not there at the next step, and weak references have died"
-    for i in [i for i,t in enumerate(objs) if t.__dict__ or getweakrefcount(t)]:
+    "Attributes or a class that somebody has set on a placeholder are not there at the next step, and weak references have died"
+    kinds = chain.from_iterable(n.answer.kinds for n in self.path)
+    for i in [i for i,(t,k) in enumerate(zip(objs, kinds)) if t.__dict__ or type(t) is not k.cls or getweakrefcount(t)]:
         (n,j),t = node_of(self.path, i),objs[i]
-        if t is n.held[j] and (getweakrefcount(t) or not _as_made(t, n.answer.kinds[j].attrs)): self._hold(n, j)
+        k = n.answer.kinds[j]
+        if t is n.held[j] and (getweakrefcount(t) or type(t) is not k.cls or not _as_made(t, k.attrs)): self._hold(n, j)
 
 @patch
 def _hold(self:Log, n, j):
@@ -241,9 +244,9 @@ def give(self:Log,
 def ended(self:Log):
     "A step that was traced has ended: who holds placeholders of its calls gets the values; its calls are kept, or forgotten"
     for i,c in enumerate(map(sys.getrefcount, self.miss.given)):
-        if c > 3: self.renew(i, self.miss.made[i].detach())
+        if c > 3: self.renew(i, self.miss.made[i].detach(), self.miss.made[i].grad)
     self.tidy(self.miss.given)
-    if self.path: self._check_grads()
+    if self.path: self._check_results()
     if self.miss.refused: return self.prune()
     if self.path:
         end = self.path[-1].end = self.path[-1].end or End()
@@ -254,14 +257,16 @@ def ended(self:Log):
 def _wants_grad(k): return k.requires_grad if isinstance(k, torch.Tensor) else k.grad
 
 @patch
-def _check_grads(self:Log):
-    "A result that a call has left without a graph, and that has one now, got it from a call that nobody saw"
-    want,line = {},{}
+def _check_results(self:Log):
+    "A result that has a graph now or is of another class, and was not when its call gave it, got that where nobody saw it"
+    want,line,cls = {},{},{}
     for n in self.path:
         new = [(n.answer.new[j], k) for j,k in enumerate(n.answer.kinds)]
         want.update((o, _wants_grad(k)) for o,k in (*new, *n.answer.turned))
         line.update((o, n.template.line) for o,_ in new)
+        cls.update((o, k.cls) for o,k in zip(n.answer.new, n.answer.kinds))
     for i,flags in enumerate(map(flags_of, self.objs)):
+        if type(self.objs[i]) is not cls[i]: return self.refuse(f"what is computed at {line[i]} is given another class")
         if flags and flags[0] and not want[i]:
             return self.refuse(f"what is computed at {line[i]} is given a graph by code that is not seen there, "
                                "such as an autograd function's")
