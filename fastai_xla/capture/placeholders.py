@@ -244,7 +244,9 @@ def give(self:Log,
 def ended(self:Log):
     "A step that was traced has ended: who holds placeholders of its calls gets the values; its calls are kept, or forgotten"
     for i,c in enumerate(map(sys.getrefcount, self.miss.given)):
-        if c > 3: self.renew(i, self.miss.made[i].detach(), self.miss.made[i].grad)
+        if c <= 3: continue
+        t = self.miss.made[i]
+        self.renew(i, t.detach(), t.grad if t.is_leaf or t.retains_grad else None)   # torch warns where another is asked
     self.tidy(self.miss.given)
     if self.path: self._check_results()
     if self.miss.refused: return self.prune()
