@@ -158,6 +158,7 @@ def _attributes(o):
     vs = [v for k,v in own.items() if not k.startswith('_') and k != 'learn']
     return [v for v in vs if not isinstance(v, _functions) or _is_own(getattr(v, 'func', v))]
 
+# %% ../nbs/api/06aac_reach.ipynb #be867408
 def _changes_its_own(o):
     "Is it a method that is bound to a container, as `d.__setitem__`?"
     return isinstance(o, (BuiltinFunctionType, MethodWrapperType)) and isinstance(o.__self__, _shares)

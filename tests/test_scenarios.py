@@ -28,8 +28,6 @@ _not_recorded = [
     ('stores into a container', 'hidden_state_in_a_weak_dict'),
     ('a tensor on the CPU', 'lr_as_a_0_dim_tensor torch_lr_as_a_0_dim_tensor')]
 not_recorded = {n: why for why,names in _not_recorded for n in names.split()}
-# Played also by guards alone, as several steps in one execution are: these and every third of the others
-alone = {*not_recorded, *list(scenarios)[::3]}
 
 def same(name, refused, retraced):
     "What the replayed scenario leaves is what the retraced one does; the learner, counts, and what has been left"
@@ -53,9 +51,8 @@ def test_replayed_is_retraced_is_the_cpu(name, request):
         diff = differences(play(scenarios[name], on_xla=False)[2], replayed, 1e-4)
         assert not diff, f'{len(diff)} differ from the CPU: {diff[:3]}'
     if name not in refused: assert counts['replayed'] + counts['logged'] > counts['batches']/2, (counts, told)
-    if name not in alone: return
     for fixture in ('recorded', 'without_audits'): request.getfixturevalue(fixture)
-    same(name, not_recorded, plain)
+    same(name, not_recorded, plain)   # by guards alone
 
 @pytest.mark.parametrize('name', '''accumulates_from_zeros accumulates_from_the_like_of_a_loss numbers_made_in_the_step_and_kept
     membranes_of_the_shape_of_the_last_step'''.split())
