@@ -496,3 +496,28 @@ class Rated(Counting):
 def test_a_metric_changes_the_model_while_it_accumulates():
     _,told = compare(lambda: learner(Rated, metrics=Moves()), three)
     assert in_turn(told) == 1, told
+
+class Bank(nn.Module):
+    "A loss that keeps predictions in buffers on the host"
+    def __init__(self):
+        super().__init__()
+        self.register_buffer('kept', torch.zeros(16, 1))
+        self.register_buffer('at', torch.zeros(1, dtype=torch.long))
+    def forward(self, p, t):
+        i = int(self.at)
+        if p.requires_grad:
+            self.kept[i:i+8] = p.detach()
+            self.at[0] = (i+8)%16
+        return F.mse_loss(p, t)+.1*(p.mean()-self.kept.to(p.device)).pow(2).mean()
+
+def test_a_module_within_a_loss_changes_its_buffers_on_the_host():
+    "The attempt at a program has run its `forward`"
+    def make():
+        bank = Bank()
+        learn = learner(loss_func=lambda p,t: bank(p, t))
+        learn.bank = bank
+        return learn
+    def fit(learn):
+        learn.fit(2, .05)
+        learn.seen = [int(learn.bank.at), *(round(float(v), 3) for v in learn.bank.kept)]
+    compare(make, three, fit=fit)

@@ -246,7 +246,8 @@ def ended(self:Log):
     for i,c in enumerate(map(sys.getrefcount, self.miss.given)):
         if c <= 3: continue
         t = self.miss.made[i]
-        self.renew(i, t.detach(), t.grad if t.is_leaf or t.retains_grad else None)   # torch warns where another is asked
+        flags = flags_of(t)
+        self.renew(i, t.detach(), t.grad if flags and (flags[1] or t.retains_grad) else None)   # torch warns where another is asked
     self.tidy(self.miss.given)
     if self.path: self._check_results()
     if self.miss.refused: return self.prune()

@@ -121,9 +121,12 @@ class Reads:
 def called(self:Reads,
     m:nn.Module, # Module that is called within the step
 ):
-    "Note a module"
-    if id(m) not in self._seen: self.modules.append(m)
+    "Note a module, and its buffers on the host, which its `forward` may change"
+    if id(m) in self._seen: return
+    self.modules.append(m)
     self._seen.add(id(m))
+    for k,b in m._buffers.items():
+        if b is not None and not is_xla(b): self._read(m._buffers, k, None, f'{type(m).__name__}.{k}')
 
 # %% ../../nbs/api/05f_capture.reads.ipynb #3e3ebd10
 @patch
