@@ -28,6 +28,7 @@ from fastai.optimizer import Optimizer
 
 from .capture.effects import functions_in, is_library, names_in, with_inner
 from .capture.known import is_known
+from .capture.names import code_names
 from .capture.stores import *
 from .events import *
 from .learner_parts import functions_of, innermost
@@ -108,11 +109,14 @@ def _may_change(learn):
     named = _names_of_makers(learn.dl) if changed else set()
     return not changed.isdisjoint(named)
 
-_progress = {'train_iter', 'pct_train', 'recorder', 'smooth_loss', 'hypers'}   # of a learner, another in each batch
+_progress = {'iter', 'train_iter', 'pct_train', 'recorder', 'smooth_loss', 'hypers'}   # of a learner, another in each batch
 
 def _names_of_makers(dl):
-    found = chain.from_iterable(named for _,named in _walk(_makers(dl)))
-    return {n for f,names in found if _is_own(getattr(f, 'func', f)) for n in names}
+    found = [(f, type(o), names) for o,named in _walk(_makers(dl)) for f,names in named if _is_own(getattr(f, 'func', f))]
+    names = {n for *_,names in found for n in names}
+    if 'iter' not in names: return names
+    codes = [g.__code__ for f,cls,_ in found for g,_ in functions_in(getattr(f, 'func', f), cls)]
+    return names if any('iter' in code_names(c).attrs for c in codes) else names - {'iter'}   # it calls `iter`
 
 def _named_methods(dl, names):
     "Code of methods under one of `names` of the user's objects that items are made of, as `set_difficulty` of a dataset"
@@ -261,8 +265,7 @@ def transforms_look(
     "May a batch transform of the user's read a number of the learner that is another in each batch?"
     tfms = getattr(getattr(learn.dl, 'after_batch', None), 'fs', ())
     named = [n for o in tfms for _,ns in run_by(_own_code(o), _attributes(o))[0] for n in ns]
-    return not (_progress | {'iter'}).isdisjoint(named)
-
+    return not _progress.isdisjoint(named)
 
 # %% ../nbs/api/06aac_reach.ipynb #89a1184f
 _draws = {*'''random randrange randint uniform gauss choice choices sample shuffle rand randn normal permutation randperm beta betavariate

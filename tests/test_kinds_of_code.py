@@ -221,6 +221,18 @@ def numbers_on_the_batchs_device():
     return hooked(before_batch=before_batch)
 
 @story
+def numbers_of_lists_on_the_batchs_device():
+    def after_pred(cb): cb.learn.pred = cb.pred*cb.pred.new_tensor([[1+.01*cb.train_iter], (cb.iter%3,)]).mean()
+    return hooked(after_pred=after_pred)
+
+@story
+def copies_that_share():
+    def after_pred(cb):
+        p = copy(cb.pred)
+        with torch.no_grad(): p.mul_(1+.01*cb.train_iter)
+    return hooked(after_pred=after_pred)
+
+@story
 def whole_number_of_numpy():
     def after_loss(cb): cb.learn.loss_grad = cb.learn.loss_grad*np.int64(1+cb.train_iter)
     return hooked(after_loss=after_loss)

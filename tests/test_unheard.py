@@ -7,6 +7,7 @@ from fastai.vision.all import *
 from torch.nn.utils import parametrize, prune
 from torch.nn.utils.parametrizations import spectral_norm
 from fastai_xla.all import *
+from fastai_xla.data import in_turn as made_in_turn
 
 class Items:
     def __init__(self, xs, ys): self.xs,self.ys = xs,ys
@@ -521,3 +522,24 @@ def test_a_module_within_a_loss_changes_its_buffers_on_the_host():
         learn.fit(2, .05)
         learn.seen = [int(learn.bank.at), *(round(float(v), 3) for v in learn.bank.kept)]
     compare(make, three, fit=fit)
+
+class Fit: learn = SimpleNamespace(iter=0)
+class Counted(Items):
+    def __getitem__(self, i): return self.xs[i]*(1+.1*self.n()),self.ys[i].clone()
+class AsAttribute(Counted):
+    def n(self): return Fit.learn.iter
+class ByName(Counted):
+    def n(self): return getattr(Fit.learn, 'iter', 0)
+class Builtin(Counted):
+    def n(self): return next(iter([1]))
+
+@pytest.mark.parametrize('to', [default, three], ids=['default', 'three'])
+@pytest.mark.parametrize('cls', [AsAttribute, ByName, Builtin])
+def test_items_depend_on_the_number_of_the_batch(cls, to):
+    "They were made before it was another"
+    def make():
+        Fit.learn = learner(dls=data(cls(*numbers()), cls(*numbers(16, seed=1))))
+        Fit.learn.iter = 0
+        return Fit.learn
+    learn,_ = compare(make, to)
+    assert (learn.dls.train in made_in_turn) == (cls is not Builtin)

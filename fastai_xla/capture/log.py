@@ -21,9 +21,10 @@ from ..runtime import *
 from ..runtime import xla_counts
 from ..graphs import *
 from ..draws import python_lock, host_rng, drew
+from ..transfer import has_xla
 from .known import *
 from .calls import *
-from .calls import deep_copy, from_array, from_lists, indexing, made_as, mask_of
+from .calls import deep_copy, from_lists, indexing, made_as, mask_of
 from .arguments import *
 from .waiting import *
 
@@ -118,8 +119,8 @@ def _special(self:Log, f, args, kwargs):
         self.call(T.masked_fill_, (args[0], self.call(T.to, (mask, args[0].device), {}), args[2]), {})
         return
     if f in indexing: args = (args[0], from_lists(args[1]), *args[2:])
-    if f is T.new_tensor and isinstance(args[1], np.ndarray) and not kwargs:
-        return self.call(T.to, (from_array(args[1]).to(args[0].dtype), args[0].device), {})
+    if f is T.new_tensor and isinstance(args[1], (np.ndarray, list, tuple)) and not (kwargs or has_xla(args[1])):
+        return self.call(T.to, (torch.empty(0, dtype=args[0].dtype).new_tensor(args[1]), args[0].device), {})
     return self.call(f, args, kwargs)
 
 _ops = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)

@@ -8,7 +8,7 @@ Docs: https://fastai-xla.github.io/fastai_xla/api/lowerings.copies.html.md"""
 __all__ = ['copies', 'views', 'fills', 'strides', 'contiguous']
 
 # %% ../../nbs/api/01l_lowerings.copies.ipynb #d4726b38
-import functools, math, torch
+import copy, functools, math, torch
 from torch.overrides import handle_torch_function, has_torch_function_unary
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -94,6 +94,16 @@ torch.Tensor.contiguous = contiguous
 def _set(x, source):
     x.data = source
     return x
+
+# %% ../../nbs/api/01l_lowerings.copies.ipynb #f5fb320f
+def _copied(self):
+    "As `copy.copy` copies: another tensor that shares its memory"
+    if not is_xla(self): return copy._reconstruct(self, None, *self.__reduce_ex__(4))   # as without `__copy__`
+    res = torch.Tensor._make_subclass(type(self), self.detach(), self.requires_grad)
+    res.__dict__.update(vars(self))
+    return res
+
+torch.Tensor.__copy__ = _copied
 
 # %% ../../nbs/api/01l_lowerings.copies.ipynb #1967967a
 fills = Lowering('fills', lambda: True,
