@@ -229,7 +229,7 @@ def _do_fit(self:Learner):
     except BaseException as e:
         roots = (dict(model=self.model, loss_func=self.loss_func)
                  | {type(cb).__name__: cb for cb in self.cbs if not is_library(type(cb).__module__)})
-        texts = [met_text(e), on_host_text(roots)] if any(o in str(e) for o in ('XLA tensor', 'not allocated')) else [sparse_text(e)]
+        texts = [met_text(e), on_host_text(roots)] if tells_of_two_devices(e) or 'not allocated' in str(e) else [sparse_text(e)]
         _recover(self)
         if any(texts): raise RuntimeError('\n'.join([str(e), *filter(None, texts)])) from e
         raise

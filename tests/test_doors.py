@@ -96,6 +96,35 @@ def test_model_that_makes_a_tensor_on_the_cpu():
     for f in (lambda: learn.model(torch.randn(2, 1, 8, 8).to(device())), lambda: fitted(learn)):
         with pytest.raises(RuntimeError, match=rf'meets a tensor on the CPU in .*test_doors.py, line {line}\..*device=x.device'): f()
 
+class Positions(Module):
+    "As ACmix, which asks `x.is_cuda` where to make them"
+    def __init__(self, n): self.conv,self.lin,self.n = getattr(nn, f'Conv{n}d')(1, 1, 1),nn.Linear(64, 4),n
+    def forward(self, x):
+        return self.lin(x.flatten(1) + self.conv(torch.linspace(0, 1, 64).view(1, 1, *[1]*(self.n-1), 64)).flatten())
+
+@pytest.mark.parametrize('n', [1, 2, 3])
+@pytest.mark.parametrize('f', [torch.no_grad, torch.enable_grad])
+def test_convolution_of_a_tensor_on_the_cpu_within_a_model(n, f):
+    "It ran on the CPU without a word, and the backward pass failed"
+    learn = learner(Positions(n)).to_xla()
+    with f(), pytest.raises(RuntimeError, match='meets a tensor on the CPU in .*test_doors.py'): learn.model(torch.randn(2, 1, 8, 8).to(device()))
+
+class Placing(nn.Module):
+    "A loss that brings its weights where the batch is, as those of metric learning do"
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(4))
+    def forward(self, p, t):
+        self.w.data = self.w.data.to(p.device)
+        return F.cross_entropy(p*self.w, t)
+
+def test_loss_that_moves_its_weights_itself():
+    loss = Placing()
+    learn = learner(loss_func=lambda p,t: loss(p, t)).to_xla()
+    with pytest.raises(RuntimeError, match=r"(?s)incompatible tensor type.*test_doors.py.*`loss.to\('xla'\)` before the fit"): fitted(learn)
+    loss.to('xla')
+    assert not fitted(learn)
+
 def test_explanations_are_seen_nowhere():
     "In a state dict, a copy, a pickle or an export, and on a model that has left"
     learn,plain = learner().to_xla(),learner()

@@ -148,10 +148,16 @@ def _det_only(a): return _det(a),a.new_empty(0),a.new_empty(0, dtype=torch.int32
 # %% ../../nbs/api/01c_lowerings.linalg.ipynb #1c4704d1
 one_device = Lowering('one_device', lambda: True, 'what runs on the CPU takes tensors on two devices, and fails in the backward pass')
 
-def _on_one(op, *args, **kwargs):
+def _ask_for_one(*args, **kwargs):
     other = first(a for a in args if isinstance(a, torch.Tensor) and not is_xla(a))
     if other is not None: raise RuntimeError(f'Expected XLA tensor. Got: {other.type()}')
+
+def _on_one(op, *args, **kwargs):
+    _ask_for_one(*args)
     return as_before(op, *args, **kwargs)
 
 for _op in ('linalg_solve_triangular', 'linalg_lu_solve', 'linalg_lstsq', 'linalg_householder_product', 'ormqr'):
     one_device.kernel(_op, key='AutogradXLA')(partial(_on_one, getattr(torch.ops.aten, _op).default))
+
+# which `convolution` calls for an input on the CPU
+one_device.kernel('_slow_conv2d_forward', 'slow_conv_transpose2d', 'slow_conv3d_forward', 'slow_conv_transpose3d')(_ask_for_one)
