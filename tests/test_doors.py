@@ -107,7 +107,8 @@ class Positions(Module):
 def test_convolution_of_a_tensor_on_the_cpu_within_a_model(n, f):
     "It ran on the CPU without a word, and the backward pass failed"
     learn = learner(Positions(n)).to_xla()
-    with f(), pytest.raises(RuntimeError, match='meets a tensor on the CPU in .*test_doors.py'): learn.model(torch.randn(2, 1, 8, 8).to(device()))
+    with f(), pytest.raises(RuntimeError, match='meets a tensor on the CPU in .*test_doors.py'):
+        learn.model(torch.randn(2, 1, 8, 8).to(device()))
 
 class Placing(nn.Module):
     "A loss that brings its weights where the batch is, as those of metric learning do"
