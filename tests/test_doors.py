@@ -98,15 +98,16 @@ def test_model_that_makes_a_tensor_on_the_cpu():
 
 class Positions(Module):
     "As ACmix, which asks `x.is_cuda` where to make them"
-    def __init__(self, n): self.conv,self.lin,self.n = getattr(nn, f'Conv{n}d')(1, 1, 1),nn.Linear(64, 4),n
+    def __init__(self, kind, n): self.conv,self.lin,self.n = getattr(nn, f'{kind}{n}d')(1, 1, 1),nn.Linear(64, 4),n
     def forward(self, x):
         return self.lin(x.flatten(1) + self.conv(torch.linspace(0, 1, 64).view(1, 1, *[1]*(self.n-1), 64)).flatten())
 
+@pytest.mark.parametrize('kind', ['Conv', 'ConvTranspose'])
 @pytest.mark.parametrize('n', [1, 2, 3])
 @pytest.mark.parametrize('f', [torch.no_grad, torch.enable_grad])
-def test_convolution_of_a_tensor_on_the_cpu_within_a_model(n, f):
+def test_convolution_of_a_tensor_on_the_cpu_within_a_model(kind, n, f):
     "It ran on the CPU without a word, and the backward pass failed"
-    learn = learner(Positions(n)).to_xla()
+    learn = learner(Positions(kind, n)).to_xla()
     with f(), pytest.raises(RuntimeError, match='meets a tensor on the CPU in .*test_doors.py'):
         learn.model(torch.randn(2, 1, 8, 8).to(device()))
 

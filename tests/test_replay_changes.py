@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures('recorded')
 def net(p=.3):
     return nn.Sequential(nn.Sequential(nn.Conv2d(1, 4, 3, 2, 1), nn.BatchNorm2d(4), nn.ReLU()),
                          nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(p), nn.Linear(4, 4)))
-def dls(n=32, tfms=None, size=8): return image_dls(n, 8, 8, size=size, after_batch=tfms)   # 4 batches and one
+def dls(n=40, tfms=None, size=8): return image_dls(n, 16, 8, size=size, after_batch=tfms)   # 5 and 2 batches
 def learner(dls_=None, **kwargs):
     return Learner(dls_ or dls(), net(), **(dict(loss_func=CrossEntropyLossFlat(), metrics=accuracy, splitter=params_of) | kwargs))
 
@@ -556,7 +556,7 @@ def test_control(name, monkeypatch, without_audits):
 def test_untracked_lr(monkeypatch):
     "With one guard less, the next one finds it: the schedule counts in numpy, which takes the other numbers as they are"
     monkeypatch.setattr(Numbers, '_add', all_but_lr)
-    learn,counts = compare(lambda: learner(dls(40)), one_cycle)
+    learn,counts = compare(learner, one_cycle)
     assert any('Python numbers decide' in w for w in learn.xla_opt.replay.reasons.why)
 
 # What a recording holds

@@ -90,7 +90,7 @@ def n_runs(learn): return sum(r.runs for r in recordings(learn))
 
 # Models
 
-n_train,n_valid,bs = 24,8,4   # two epochs are 12 steps
+n_train,n_valid,bs = 40,8,4   # two epochs are 20 steps
 
 def _dls(x, y, tfms=None):
     dsets = Datasets(L(range(len(x))), [[x.__getitem__], [y.__getitem__]],

@@ -119,7 +119,7 @@ def _special(self:Log, f, args, kwargs):
         self.call(T.masked_fill_, (args[0], self.call(T.to, (mask, args[0].device), {}), args[2]), {})
         return
     if f in indexing: args = (args[0], from_lists(args[1]), *args[2:])
-    if f is T.new_tensor and isinstance(args[1], (np.ndarray, list, tuple)) and not (kwargs or has_xla(args[1])):
+    if f is T.new_tensor and not kwargs and isinstance(args[1], (np.ndarray, list, tuple)) and not has_xla(args[1]):
         return self.call(T.to, (torch.empty(0, dtype=args[0].dtype).new_tensor(args[1]), args[0].device), {})
     return self.call(f, args, kwargs)
 
