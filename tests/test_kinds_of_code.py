@@ -222,7 +222,9 @@ def numbers_on_the_batchs_device():
 
 @story
 def numbers_of_lists_on_the_batchs_device():
-    def after_pred(cb): cb.learn.pred = cb.pred*cb.pred.new_tensor([[1+.01*cb.train_iter], (cb.iter%3,)]).mean()*cb.pred.new_tensor(data=[2.])
+    def after_pred(cb):
+        scale = cb.pred.new_tensor([[1+.01*cb.train_iter], (cb.iter%3,)]).mean()
+        cb.learn.pred = cb.pred*scale*cb.pred.new_tensor(data=[2.])
     return hooked(after_pred=after_pred)
 
 @story
