@@ -223,7 +223,7 @@ def _add(self:Kinds, key):
     self._forget()
     watch = self.states.watch
     now = {(id(d), k): (k, d[k], repr(d[k])) for d,k in (*watch.values, *self.step.parts.settings.plain) if k in d}
-    now |= {(id(d), k): (k, repr(d[k]), repr(d[k])) for d,k,_ in watch.lists if k in d}
+    now |= {(id(d), k): (k, repr(d[k]), repr(d[k])) for d,k in watch.lists if k in d}
     now |= {(id(d), k): (k, id(d[k]), type(d[k]).__name__) for d,k in (*watch.objects, *watch.host) if k in d}
     why = self.again.note(key['the batch'], now)
     if why: self.moving.add(why)

@@ -40,7 +40,7 @@ from .capture.step import aliased
 class LoggedFit:
     "What is counted and told of the logged batches of one fit"
     def __init__(self):
-        self.off,self.found = {},{}   # training? -> why steps are retraced; what has left them to recordings
+        self.off = {}   # training? -> why steps are retraced
         self.counts = {True: Counter(), False: Counter()}   # training? -> what has been done
         self.audited = {}   # training? -> the pass over a dataloader of the last audit
         self.kinds = set()   # of batches: training? and shapes
@@ -174,7 +174,7 @@ def _run(self:Logged) -> bool: # Has it been run?
         log._give_up('a step ends before all calls of an earlier one have been made')
         return False
     held = log.held()
-    p = first(p for p in end.programs if held <= p.escaped and p.numbers.ready(log.taken, log.nums))
+    p = first(p for p in end.programs if p.serves(log, held))
     try:
         # an alias would not follow what the step updates, nor be put back after a trace
         if is_shared([log.outside[j] for j in end.changed]): raise Refused(aliased)
@@ -253,8 +253,7 @@ def _tell(self:Logged, why, refused):
     if not why or training in fit.off or new and not refused: return   # the first batch of its kind
     r.reasons.why[why] += 1
     if refused and not count['replayed']:
-        if count['refused'] == 2 and is_read(why): self._stop(why)   # a recording would meet the same read
-        elif count['refused'] == 2: fit.off[training],fit.found[training] = '',why   # it is recorded
+        if count['refused'] == 2: self._stop(why)
         return
     (plain if refused else fit.again)[why] += 1
     if count['traced'] > 3: plain.update(fit.again), fit.again.clear()   # what is recorded again and again is a cost
@@ -278,14 +277,19 @@ def _abandon(self:Logged):
     log.ended()
     log.forget()
 
+def _gathers(learn):
+    layout,own = learn.xla_opt.layout,unknown_code(learn)
+    return f"parameters are split over several devices, and {own} is code of yours, which a recording would leave out" \
+        if mesh() and (layout.shard or layout.param_spec) else ''
+
 @patch
 def log_of(self:Replay) -> Logged|None:
     "What does the learner's batches where a part of its code is not known"
-    if mesh() is not None or self.n_steps > 1 and not self.fit.singly or not unknown_code(self.learn): return None
+    if self.n_steps > 1 and not self.fit.singly or not unknown_code(self.learn): return None
     if self.by_log is None:
         self.by_log = Logged(self)
         self.by_log.start()
-    if why := called_twice(self.learn): self.by_log._stop(why)
+    if why := called_twice(self.learn) or _gathers(self.learn): self.by_log._stop(why)
     return self.by_log
 
 @patch

@@ -105,8 +105,7 @@ def _logged_batches(self:Learner, log, i, raws):
         self.iter = i+j
         if watched(): r.traced_batch(b, looked_at)
         elif log.serves(): log.one_batch(b)
-        elif why := log.fit.off[self.training]: r.traced_batch(b, why)
-        else: _one_batch(self, i+j, b)
+        else: r.traced_batch(b, log.fit.off[self.training])
 
 # %% ../nbs/api/06c_loop.ipynb #bdcf89ea
 @patch
@@ -170,7 +169,7 @@ def _count_unseen(learn, r):
     "Count a batch that another method has done, and tell of that"
     other = in_place(learn, '_do_one_batch') or in_place(learn, 'one_batch')
     if not other: return   # a callback has set `learn.loss` and cancelled the batch
-    why = (r.by_log and r.by_log.fit.found.get(learn.training)) or _passed_by.format(other)
+    why = _passed_by.format(other)
     if why not in r.fit.plain: r.reasons.tell(why)
     r.fit.plain[why] += 1
 

@@ -208,8 +208,7 @@ def _refuse(self:Recordings, e):
     "Write down why, and leave all as a plain step expects it; there is a second try, as the first batch may set up what later ones find"
     training,step,kinds,reasons = self.learn.training,self.step,self.kinds,self.reasons
     text = str(e) if isinstance(e, Refused) else f"{type(e).__name__} while the step was traced: {e}"
-    found = self.by_log and self.by_log.fit.found.get(training)   # which names a line
-    why = self.fit.reason = found or reasons.first_text(getattr(e, 'why', text), text)
+    why = self.fit.reason = reasons.first_text(getattr(e, 'why', text), text)
     new = step.look_after(getattr(e, 'holder', None))
     if new: kinds.only_last()   # other recordings would be audited with it
     reasons.why[why] += not new

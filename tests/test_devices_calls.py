@@ -88,30 +88,52 @@ def test_one_device_is_no_mesh():
     assert 'None' in says("learner().to_xla(devices='all', shard='fsdp'); print(mesh())", n=1)
 
 def test_layout_is_guarded():
-    "A recording for a batch that is split by rows does not serve one that is split by columns"
+    "A program for weights that each device has does not serve weights that are split"
     out = says("""
-from fastai_xla import kinds
+from fastai_xla.capture import program
 from fastai_xla.mesh import lay_out
 class Turn(Callback):
-    order = -50
-    def before_batch(self):
-        if self.iter in (5, 6, 7): lay_out(self.learn.xb[0], (None, None, 'data'))
+    def after_pred(self): self.n = len(self.pred)   # code of the step
+    def after_batch(self):
+        if self.training and self.iter == 5: lay_out(next(self.learn.model.parameters()), ('data',))
 def losses(guarded):
-    kinds.layout = layout if guarded else lambda t: ''
+    program.layout = layout if guarded else lambda t: ''
     set_seed(0)
-    learn = cases.images(cbs=Turn())
+    learn = cases.images(cbs=Turn(), opt_func=SGD)
     learn.to_xla(devices='all')
-    with learn.no_bar(), learn.no_logging(): learn.fit(1, 1e-3)
+    with learn.no_bar(), learn.no_logging(): learn.fit(1, .1)
+    assert learn.xla_opt.replay.by_log.fit.counts[True]['replayed'] > 6 or not guarded
     return learn.recorder.losses
 plain = losses(True)
 set_seed(0)
-learn = cases.images().to_xla()
-with learn.no_bar(), learn.no_logging(): learn.fit(1, 1e-3)
+learn = cases.images(opt_func=SGD).to_xla()
+with learn.no_bar(), learn.no_logging(): learn.fit(1, .1)
 print('APART', max(abs(a-b) for a,b in zip(plain, learn.recorder.losses)).item() < 1e-5)
 try: wrong = losses(False)
 except Exception as e: print('SEEN')
 else: print('SEEN' if max(abs(a-b) for a,b in zip(wrong, plain)) > 1e-3 else 'NOT SEEN')""")
     assert 'APART True' in out and '\nSEEN' in out, out
+
+def test_layouts_within_a_step():
+    "`mark_sharding` in the user's model is given the tensor itself, and the step is retraced"
+    out = says("""
+class Marks(nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+    def forward(self, x):
+        spmd.mark_sharding(x, mesh(), ('data', None, None, None))
+        return self.model(x)
+def losses(mark):
+    set_seed(0)
+    learn = cases.images(opt_func=SGD)
+    if mark: learn.model,learn.splitter = Marks(learn.model),trainable_params
+    learn.to_xla(devices='all')
+    with learn.no_bar(), learn.no_logging(): learn.fit(1, .1)
+    return torch.stack(list(learn.recorder.losses)),dict(learn.xla_report().plain)
+(a,_),(b,why) = losses(False),losses(True)
+print((a-b).abs().max().item() < 1e-5, len(a), list(why))""")
+    assert out.startswith('True 12') and 'lays a tensor out on the devices' in out, out
 
 def test_second_device():
     "Dropout on a second device alone: replayed as retraced"
@@ -171,3 +193,28 @@ print(learn.xla_report().per_batch()['executions'], learn.xla_report().per_batch
     assert max(abs(a-b) for a,b in zip(eval(one), eval(four))) < 1e-6
     assert eval(layouts) == [f'{{devices=[{parts},2]0,2,1,3 last_tile_dim_replicate}}' for parts in ('2,1', '1,2')]
     assert cost == '1.0 0.0'
+
+@pytest.mark.parametrize('shard,steady', [(None, 21), ('fsdp', 0)])
+def test_code_of_the_user(shard, steady):
+    "What mixes, and where, is drawn on the host at each batch. It had been recorded as what the first batches drew"
+    code = """
+class Mix(Callback):
+    run_valid = False
+    def before_fit(self): self.r = np.random.RandomState(3)
+    def before_batch(self):
+        lam,perm = self.r.rand(),torch.from_numpy(self.r.permutation(len(self.x))).to(self.x.device)
+        layer = [m for m in self.learn.model.modules() if isinstance(m, nn.Conv2d)][self.r.randint(2)]
+        self.h = layer.register_forward_hook(lambda m,i,o: o*lam+o[perm]*(1-lam))
+    def after_pred(self): self.h.remove()
+set_seed(0)
+learn = cases.images(cbs=Mix(), opt_func=SGD)
+learn.to_xla(devices='all', shard=SHARD) if n_devices() > 1 else learn.to_xla(replay=False)
+with learn.no_bar(), learn.no_logging(): learn.fit(2, .1)
+print([l.item() for l in learn.recorder.losses])
+print(learn.xla_report().per_batch()['executions'], learn.xla_report().per_batch()['fallbacks'])
+if n_devices() > 1: print(learn.xla_opt.replay.by_log.fit.counts[True]['replayed'], dict(learn.xla_report().plain))"""
+    (one,_),(four,cost,found) = (says(code.replace('SHARD', repr(shard)), n=n).splitlines()[-k:] for n,k in ((1, 2), (4, 3)))
+    assert max(abs(a-b) for a,b in zip(eval(one), eval(four), strict=True)) < 1e-5
+    n,_,why = found.partition(' ')
+    assert cost == '1.0 0.0' and int(n) == steady, found
+    assert ('parameters are split over several devices, and Mix is code of yours' in why) == bool(shard), why

@@ -1,6 +1,8 @@
 """What nobody hears of: calls that fail and are caught, shapes and types that change in place, gradients that are taken away,
 attributes of tensors, memory that two objects share, and what callbacks change of fastai's own between two steps"""
 import ctypes, multiprocessing as mp, warnings
+from collections import defaultdict, namedtuple
+from functools import partial
 import pytest
 from fastai.callback.all import *
 from fastai.vision.all import *
@@ -543,3 +545,107 @@ def test_items_depend_on_the_number_of_the_batch(cls, to):
         return Fit.learn
     learn,_ = compare(make, to)
     assert (learn.dls.train in made_in_turn) == (cls is not Builtin)
+
+# --- hooks that are put on the graph
+
+class OnGraph(Callback):
+    "A hook of the user's, which a program leaves out: `seen` says how often it has run, and weights what it has done"
+    def before_fit(self):
+        self.n,self.hooks = 0,[]
+        self.put(self.learn.model)
+    def factor(self):
+        self.n += 1
+        return 1 + self.n%3
+    def after_fit(self):
+        for h in self.hooks: h.remove()
+class OfModule(OnGraph):
+    def put(self, m): self.hooks = [m[1].register_backward_hook(lambda m,i,o: tuple(g*self.factor() for g in i))]
+class OfFastai(OnGraph):
+    def put(self, m): self.hooks = [Hook(m[1], lambda m,i,o: self.factor(), is_forward=False)]
+class OfLeaf(OnGraph):
+    def put(self, m):
+        self.leaf = m[2].weight.expand_as(m[2].weight).grad_fn.next_functions[0][0]
+        self.hooks = [self.leaf.register_hook(self.scale)]
+    def scale(self, *_):
+        with torch.no_grad(): self.learn.model[2].weight.grad.mul_(self.factor())
+class OfLeafBefore(OfLeaf):
+    def put(self, m):
+        super().put(m)
+        self.after_fit()
+        self.hooks = [self.leaf.register_prehook(lambda gs: tuple(g*self.factor() for g in gs))]
+
+@pytest.mark.parametrize('to', [default, three], ids=['default', 'three'])
+@pytest.mark.parametrize('cb', [OfModule, OfFastai, OfLeaf, OfLeafBefore])
+def test_a_hook_on_the_graph(cb, to):
+    "It ran where a step was traced, and not where it was replayed"
+    def fit(learn):
+        learn.fit(2, .05)
+        learn.seen = [cb.n for cb in learn.cbs if isinstance(cb, OnGraph)]
+    learn,_ = compare(lambda: learner(cbs=cb()), to, fit=fit)
+    assert learn.seen == [10] and plain(learn) and (to is three or any('backward pass' in why for why in plain(learn))), plain(learn)
+
+# --- what a step changes, and where it may be
+
+def bumped(b):
+    b[0] += 1
+    return float(b[0])
+class Held(nn.Module):
+    def __init__(self, held):
+        super().__init__()
+        self.held = held
+    def forward(self, p, t): return F.mse_loss(p, t)*(1+.05*bumped(self.inner(self.held)))
+def held(make, inner):
+    class Of(Held): pass
+    Of.inner = staticmethod(inner)
+    return lambda: Of(make())
+def by_default(make):
+    def make_loss():
+        def f(p, t, b=make()): return F.mse_loss(p, t)*(1+.05*bumped(b))
+        return f
+    return make_loss
+def by_partial(make): return lambda: partial(lambda p,t,b: F.mse_loss(p, t)*(1+.05*bumped(b)), b=make())
+def by_scope(make, inner):
+    def make_loss():
+        b = make()
+        return lambda p,t: F.mse_loss(p, t)*(1+.05*bumped(inner(b)))
+    return make_loss
+def by_method(make):
+    def make_loss():
+        def add(b=make()): b.__setitem__(0, b[0]+1)
+        def f(p, t):
+            add()
+            return F.mse_loss(p, t)*(1+.05*float(add.__defaults__[0][0]))
+        return f
+    return make_loss
+
+Pair = namedtuple('Pair', 'a b')
+def one(): return [0]
+def array_of(): return np.zeros(1)
+def first_of(b): return b[0]
+places = dict(default=by_default(one), default_array=by_default(array_of), default_tensor=by_default(lambda: torch.zeros(1)),
+    partial=by_partial(one), method=by_method(one), attribute=held(one, noop), nested=held(lambda: [[0]], first_of),
+    in_tuple=held(lambda: ([0],), first_of), array_in_tuple=held(lambda: (array_of(),), first_of),
+    in_namedtuple=held(lambda: Pair([0], 1), first_of), tensor_in_list=held(lambda: [torch.zeros(1)], first_of),
+    scope=by_scope(one, noop), scope_nested=by_scope(lambda: {'a': [0]}, lambda b: b['a']), scope_tuple=by_scope(lambda: ([0],), first_of))
+
+@pytest.mark.parametrize('to', [default, three], ids=['default', 'three'])
+@pytest.mark.parametrize('place', places)
+def test_where_a_loss_keeps_count(place, to):
+    "The attempt at several steps as one had counted, and was not undone"
+    compare(lambda: learner(loss_func=places[place]()), to)
+
+@pytest.mark.parametrize('make', [partial(defaultdict, list), lambda: ([1, 2],), partial(Pair, [1], 2)], ids=['dict', 'tuple', 'named'])
+@pytest.mark.parametrize('of', ['model', 'loss'])
+def test_an_attribute_that_nobody_changes(make, of):
+    "It ended the fit"
+    class Loss(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.held = make()
+        def forward(self, p, t): return F.mse_loss(p, t)
+    def make_learner():
+        learn = learner(loss_func=Loss() if of == 'loss' else MSELossFlat())
+        learn.model.held = make()
+        return learn
+    _,told = compare(make_learner, three)
+    assert not in_turn(told)

@@ -150,7 +150,7 @@ def _from_outside(self:Arguments, a):
     self.saw_xla = True
     i = self.at[id(a)] = -1-len(self.outside)
     self.outside.append(a)
-    hooked,parted = _hooked(a),self.is_parted(a)
+    hooked,parted = torch.is_grad_enabled() and _hooked(a),self.is_parted(a)
     if not self.answering:
         self._note_grad(a)
         if pending([a])[0] and not any(g is a for g in self.grads.values()):   # a gradient is added to in place

@@ -7,8 +7,8 @@ Docs: https://fastai-xla.github.io/fastai_xla/api/capture.calls.html.md"""
 # %% auto #0
 __all__ = ['T', 'P', 'get_version', 'questions', 'hook_calls', 'makers', 'cutting', 'arithmetic_of_ints', 'arithmetic',
            'why_draws', 'takes_ints', 'takes_floats', 'number_kinds', 'is_question', 'runs_users', 'is_on_xla',
-           'flags_of', 'n_reads', 'why_read', 'is_read', 'call_name', 'user_line', 'context_now', 'in_context', 'Node',
-           'Answer', 'Template', 'End', 'Kind', 'another_call', 'node_of', 'Miss', 'changed', 'cure_of']
+           'flags_of', 'n_reads', 'why_read', 'call_name', 'user_line', 'context_now', 'in_context', 'Node', 'Answer',
+           'Template', 'End', 'Kind', 'another_call', 'node_of', 'Miss', 'changed', 'cure_of']
 
 # %% ../../nbs/api/05k_capture.calls.ipynb #269797f3
 import re, sys
@@ -101,16 +101,11 @@ def why_read(
     ran = [n for n,v in xla_counts().fallbacks.items() if before.get(n) != v]
     new = first(n for n in ran if n != 'aten::nonzero')   # which, as of a mask that is an index, reads whatever kernel it has
     counts = _counts if any(map(selects, ran)) else ''
-    return (f"runs {new} on the CPU{_no_kernel}" if new else _reads) + counts
+    return (f"runs {new} on the CPU, as torch_xla has no kernel for it, within the step" if new else _reads) + counts
 
-_no_kernel,_reads = ', as torch_xla has no kernel for it, within the step','reads a value within the step'
+_reads = 'reads a value within the step'
 why_draws = "draws random numbers on the host, in code that a program leaves out; draw them before the call, and give it what is drawn"
 _counts = ': how many elements it gives depends on values, and each new count compiles a program'
-def is_read(
-    why:str, # Why a step was refused
-) -> bool:
-    "Did a call within the step read a value?"
-    return _no_kernel in why or _reads in why
 
 # %% ../../nbs/api/05k_capture.calls.ipynb #015b06e0
 def call_name(

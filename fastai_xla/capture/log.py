@@ -12,6 +12,7 @@ from copy import deepcopy
 
 import numpy as np
 import torch
+from torch.autograd import set_multithreading_enabled
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from fastcore.all import *
@@ -22,6 +23,7 @@ from ..runtime import xla_counts
 from ..graphs import *
 from ..draws import python_lock, host_rng, drew
 from ..transfer import has_xla
+from .effects import hooks_run
 from .known import *
 from .calls import *
 from .calls import deep_copy, from_lists, indexing, made_as, mask_of
@@ -197,10 +199,11 @@ def _run(self:Log, f, args, kwargs, before):
 @patch
 def _watched(self:Log, f, args, kwargs):
     "A program knows which operators such code calls, and not what it draws"
-    with python_lock:
+    with python_lock, hooks_run() as hooks, set_multithreading_enabled(False):
         was = host_rng()
         r = f(*args, **kwargs)
         if drew(was): self.refuse(f"{call_name(f)} at {user_line()} {why_draws}")
+    if hooks: self.refuse(f"{hooks[0]} is a hook, and runs in the backward pass")   # of a node of the graph from before the step
     return r
 
 @patch

@@ -23,6 +23,7 @@ from fastcore.all import *
 from fasttransform.cast import retain_meta
 
 from ..runtime import *
+from ..runtime import _XLAC
 from ..graphs import *
 from ..seeds import before_seed
 from ..transfer import before_fetch
@@ -212,6 +213,16 @@ def _call_script_method(self, *args, **kwargs):   # it reads weights that nobody
     return _script_method(self, *args, **kwargs)
 
 # %% ../../nbs/api/05m_capture.patches.ipynb #971b6a82
+_layouts = '_xla_mark_sharding _xla_clear_sharding _get_xla_sharding_type _get_xla_sharding_spec _get_xla_op_sharding'.split()
+def _of_layout(f):
+    "`f`, which is given a tensor that has to be there, as by `torch_xla.distributed.spmd.mark_sharding`"
+    @functools.wraps(f)
+    def _inner(t, *args):
+        if not _active or (log := active()) is None: return f(t, *args)
+        give_up(f'{user_line()} lays a tensor out on the devices, or looks how it is; `after_batch` is outside of the step')
+        return f(log._real(t), *args)
+    return _inner
+
 _thread = 'hands work to another thread; where the step does not need its result, `after_batch` is outside of the step'
 _waits = 'waits for another thread, which may need what the step computes; `after_batch` is outside of the step'
 
@@ -230,6 +241,7 @@ def watch_calls():
         setattr(cls, name, _not_replayed(getattr(cls, name), _thread))
     for cls,name in ((threading.Thread, 'join'), (queue.Queue, 'join'), (pool.ApplyResult, 'wait')):
         setattr(cls, name, _not_replayed(getattr(cls, name), _waits))
+    for name in _layouts: setattr(_XLAC, name, _of_layout(getattr(_XLAC, name)))
     dual_level.__enter__ = _not_replayed(dual_level.__enter__, 'differentiates forwards, for as long as a block lasts')
     TorchDispatchMode.__enter__ = _not_replayed(TorchDispatchMode.__enter__, 'looks at each operator', but=_is_ours)
     TorchFunctionMode.__enter__ = _not_replayed(TorchFunctionMode.__enter__, 'looks at each torch function', but=is_known)

@@ -158,8 +158,11 @@ def _real(self:Log, a):
 @patch
 def _with_graph(self:Log, args):
     "Where the user asks for a graph, it has to be there: a hook may be put on it"
-    if is_library_name(sys._getframe(3).f_globals.get('__name__', '')): return args
-    why = f"{user_line()} asks for `grad_fn`, on which a hook may be put; `requires_grad` says as well whether there is one"
+    asks = sys._getframe(3).f_globals.get('__name__', '')
+    hook = asks == torch.nn.Module.__module__ and torch.is_grad_enabled()   # of `register_backward_hook`, which is put on the graph
+    if is_library_name(asks) and not hook: return args
+    why = f"a backward hook of a module that is called at {user_line()} runs in the backward pass" if hook else \
+          f"{user_line()} asks for `grad_fn`, on which a hook may be put; `requires_grad` says as well whether there is one"
     self._give_up(why)
     self.refuse(why)
     return self._real(args)
@@ -257,15 +260,13 @@ def ended(self:Log):
     self.fresh = list(self.path)
 
 # %% ../../nbs/api/05la_capture.placeholders.ipynb #74306d51
-def _wants_grad(k): return k.requires_grad if isinstance(k, torch.Tensor) else k.grad
-
 @patch
 def _check_results(self:Log):
     "A result that has a graph now or is of another class, and was not when its call gave it, got that where nobody saw it"
     want,line,cls = {},{},{}
     for n in self.path:
         new = [(n.answer.new[j], k) for j,k in enumerate(n.answer.kinds)]
-        want.update((o, _wants_grad(k)) for o,k in (*new, *n.answer.turned))
+        want.update((o, k.grad if type(k) is Kind else k.requires_grad) for o,k in (*new, *n.answer.turned))
         line.update((o, n.template.line) for o,_ in new)
         cls.update((o, k.cls) for o,k in zip(n.answer.new, n.answer.kinds))
     for i,flags in enumerate(map(flags_of, self.objs)):

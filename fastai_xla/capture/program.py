@@ -15,6 +15,7 @@ import torch
 from fastcore.all import *
 
 from ..runtime import *
+from ..mesh import *
 from ..graphs import *
 from ..transfer import *
 from .state import *
@@ -138,6 +139,17 @@ def _explained(self:Program, a, b, true):
     if res is None or not all(_same(c, true.graph.consts[k]) for k,c in a.graph.consts.items() if k not in res): return None
     return res
 
+def _layouts(outside, graded): return [layout(t) for t in (*outside, *(outside[j].grad for j in graded))] if mesh() else []
+
+@patch
+def serves(self:Program,
+    log, # The step
+    held:frozenset, # Origins of its results that are wanted
+) -> bool:
+    "Would it give a step's results? For tensors that are laid out otherwise on several devices it would give other numbers"
+    if not held <= self.escaped or _layouts(log.outside, self.plan.graded) != self.laid: return False
+    return self.numbers.ready(log.taken, log.nums)
+
 @patch
 def _compile(self:Program, calls, a, b, true):
     meanings = self._explained(a, b, true)
@@ -154,6 +166,7 @@ def _compile(self:Program, calls, a, b, true):
     for d in (graph.consts, graph.held):
         for k in meanings: del d[k]
     self.plan = PathPlan(calls, graph, b.left, self.numbers)
+    self.laid = _layouts(calls.outside, self.plan.graded)
     return True
 
 # %% ../../nbs/api/05n_capture.program.ipynb #aa813e66

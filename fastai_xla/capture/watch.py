@@ -69,6 +69,7 @@ _tables = '_parameters', '_buffers', '_modules'
 def _all_plain(v):
     return (isinstance(v, _plain) or isinstance(v, (tuple, list)) and all(map(_all_plain, v))
             or isinstance(v, dict) and _all_plain(list(v.values())))
+def _fixed(v): return not isinstance(v, (list, dict)) and (not isinstance(v, tuple) or all(map(_fixed, v)))
 def _type(v): return (type(v), *map(type, v)) if isinstance(v, (tuple, list)) and len(v) < 100 else type(v)
 def _is_object(v): return not isinstance(v, (torch.Tensor, dict, list, tuple))
 
@@ -83,8 +84,8 @@ class Watch:
         own = [(m.__dict__, k, v) for m in ms
                for k,v in m.__dict__.items() if k not in _base_attrs and (k == 'training' or m not in self.keyed)]
         self.dicts = [m.__dict__ for m in ms]
-        self.values = [(d, k) for d,k,v in own if _all_plain(v) and not isinstance(v, (list, dict))]
-        self.lists = [(d, k, type(v)) for d,k,v in own if isinstance(v, (list, dict)) and _all_plain(v)]
+        self.values = [(d, k) for d,k,v in own if _all_plain(v) and _fixed(v)]
+        self.lists = [(d, k) for d,k,v in own if _all_plain(v) and not _fixed(v)]
         self.host = [(d, k) for d,k,v in own if isinstance(v, torch.Tensor) and not is_xla(v)]
         self.objects = [(d, k) for d,k,v in own if not _all_plain(v) and _is_object(v)]
         self.user = [(m.__dict__, k) for m in ms if not is_library(type(m).__module__) for k in m.__dict__ if k not in _base_attrs]
@@ -109,7 +110,7 @@ def now(self:Watch) -> tuple: # Objects, to be compared by identity, and values
     for d in self.dicts: objs += map(d.get, _tables)   # a scripted module has them elsewhere
     objs += [getattr(c, 'forward', None) for c in self.classes]   # a scripted module's class has none
     objs += self.code.now()
-    vals += [len(d) for d in self.dicts] + [f(d[k]) for d,k,f in self.lists]
+    vals += [len(d) for d in self.dicts] + [repr(d[k]) for d,k in self.lists]
     for p in self.params:
         vals += (p.requires_grad, p.grad is None, p.requires_grad or is_cleared(p),
                  p.dtype, p.shape, len(p._backward_hooks or ()), len(p._post_accumulate_grad_hooks or ()))
@@ -133,11 +134,11 @@ class Settings:
     ):
         self.dicts = [o.keywords if isinstance(o, partial) else getattr(o, '__dict__', {}) for o,_ in objects]
         own = [(d, k, v, numbers) for d,(_,numbers) in zip(self.dicts, objects) for k,v in d.items() if k not in of_batch]
-        self.plain = [(d, k) for d,k,v,numbers in own if _all_plain(v)
-                      and not isinstance(v, (list, dict)) and (numbers or type(v) not in (int, float))]
+        self.plain = [(d, k) for d,k,v,numbers in own if _all_plain(v) and _fixed(v)
+                      and (numbers or type(v) not in (int, float))]
         self.plain += [(learn.__dict__, k) for k,v in sorted(learn.__dict__.items(), key=itemgetter(0))
                        if k not in of_batch and k != 'create_mbar' and (v is None or type(v) in (bool, str))]
-        self.lists = [(d, k) for d,k,v,_ in own if isinstance(v, list) and _all_plain(v)]
+        self.lists = [(d, k) for d,k,v,_ in own if isinstance(v, list) and _all_plain(v) or isinstance(v, tuple) and not _fixed(v)]
         self.others = [(d, k) for d,k,v,_ in own if not _all_plain(v) and _is_object(v)]
         self.alive = [d[k] for d,k in self.others]
 
