@@ -20,7 +20,6 @@ from fastai.learner import Learner, AvgSmoothLoss
 from .runtime import *
 from .graphs import *
 from .shared import *
-from .mesh import mesh
 from .compat.core import kept_on_device
 from .data import RawBatch
 from .capture.state import *
@@ -277,11 +276,6 @@ def _abandon(self:Logged):
     log.ended()
     log.forget()
 
-def _gathers(learn):
-    layout,own = learn.xla_opt.layout,unknown_code(learn)
-    return f"parameters are split over several devices, and {own} is code of yours, which a recording would leave out" \
-        if mesh() and (layout.shard or layout.param_spec) else ''
-
 @patch
 def log_of(self:Replay) -> Logged|None:
     "What does the learner's batches where a part of its code is not known"
@@ -289,7 +283,7 @@ def log_of(self:Replay) -> Logged|None:
     if self.by_log is None:
         self.by_log = Logged(self)
         self.by_log.start()
-    if why := called_twice(self.learn) or _gathers(self.learn): self.by_log._stop(why)
+    if why := called_twice(self.learn) or gathers(self.learn): self.by_log._stop(why)
     return self.by_log
 
 @patch

@@ -594,7 +594,7 @@ class Held(nn.Module):
         super().__init__()
         self.held = held
     def forward(self, p, t): return F.mse_loss(p, t)*(1+.05*bumped(self.inner(self.held)))
-def held(make, inner):
+def kept_in(make, inner):
     class Of(Held): pass
     Of.inner = staticmethod(inner)
     return lambda: Of(make())
@@ -623,9 +623,9 @@ def one(): return [0]
 def array_of(): return np.zeros(1)
 def first_of(b): return b[0]
 places = dict(default=by_default(one), default_array=by_default(array_of), default_tensor=by_default(lambda: torch.zeros(1)),
-    partial=by_partial(one), method=by_method(one), attribute=held(one, noop), nested=held(lambda: [[0]], first_of),
-    in_tuple=held(lambda: ([0],), first_of), array_in_tuple=held(lambda: (array_of(),), first_of),
-    in_namedtuple=held(lambda: Pair([0], 1), first_of), tensor_in_list=held(lambda: [torch.zeros(1)], first_of),
+    partial=by_partial(one), method=by_method(one), attribute=kept_in(one, noop), nested=kept_in(lambda: [[0]], first_of),
+    in_tuple=kept_in(lambda: ([0],), first_of), array_in_tuple=kept_in(lambda: (array_of(),), first_of),
+    in_namedtuple=kept_in(lambda: Pair([0], 1), first_of), tensor_in_list=kept_in(lambda: [torch.zeros(1)], first_of),
     scope=by_scope(one, noop), scope_nested=by_scope(lambda: {'a': [0]}, lambda b: b['a']), scope_tuple=by_scope(lambda: ([0],), first_of))
 
 @pytest.mark.parametrize('to', [default, three], ids=['default', 'three'])
@@ -649,3 +649,63 @@ def test_an_attribute_that_nobody_changes(make, of):
         return learn
     _,told = compare(make_learner, three)
     assert not in_turn(told)
+
+class OfClass(nn.Module):
+    n = 0
+    def forward(self, p, t):
+        type(self).n += 1
+        return F.mse_loss(p, t)*(1+.05*self.n)
+class ByHook(nn.Module):
+    "A hook that the next step runs"
+    def __init__(self):
+        super().__init__()
+        self.a,self.b = nn.Linear(5, 6),nn.Linear(6, 1)
+    def forward(self, x):
+        res = self.b(self.a(x).tanh())
+        if self.training: h = self.a.register_forward_hook(lambda m,i,o: (h.remove(), o*1.5)[1])
+        return res
+
+def test_a_class_keeps_count():
+    def make():
+        class Loss(OfClass): pass
+        return learner(loss_func=Loss())
+    _,told = compare(make, three)
+    assert in_turn(told) == 1, told
+
+@pytest.mark.parametrize('to', [default, three], ids=['default', 'three'])
+def test_a_step_leaves_a_hook_to_the_next(to):
+    learn,_ = compare(lambda: learner(ByHook), to)
+    assert any('a hook of a module comes or goes within the step' in why for why in plain(learn)) == (to is three), plain(learn)
+
+class Duel(Learner):
+    "Two networks with an optimizer each; a callback reads their losses, each of which is a part of the step"
+    def __init__(self, dls, **kwargs):
+        self.dis,self.gen = mlp(),nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 5))
+        super().__init__(dls, nn.ModuleDict(dict(d=self.dis, g=self.gen)), loss_func=noop, opt_func=SGD, **kwargs)
+    def create_opt(self):
+        self.of_gen,self.of_dis = (self.opt_func([list(m.parameters())], lr=self.lr) for m in (self.gen, self.dis))
+        self.opt = self.of_gen
+    def train_one(self, opt, loss):
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        return loss.detach()
+    def _do_one_batch(self):
+        x = self.xb[0]
+        self.loss = self.pred = self.dis(x).mean()
+        if not self.training: return
+        with torch.no_grad(): made = self.gen(x[:,:3])
+        self.loss_of_dis = self.train_one(self.of_dis, F.softplus(-self.dis(x)).mean() + F.softplus(self.dis(made)).mean())
+        self.loss = self.train_one(self.of_gen, F.softplus(-self.dis(self.gen(x[:,:3]*.5))).mean())
+class ReadsLosses(Callback):
+    def before_fit(self): self.learn.seen = []
+    def after_batch(self):
+        if self.training: self.learn.seen.append(f'{self.learn.loss.item():.3f} {self.learn.loss_of_dis.item():.3f}')
+
+def test_parts_of_a_step_are_read_after_it():
+    "Each step was retraced: its first trace is another than those that follow"
+    def make():
+        torch.manual_seed(0)
+        return Duel(data(), cbs=ReadsLosses())
+    learn,_ = compare(make, default, fit=lambda l: l.fit(3, .05))
+    assert not plain(learn) and learn.xla_report().per_batch()['executions'] == 1, plain(learn)

@@ -79,12 +79,7 @@ def _effect_of_call(f):
         return f'changes a {type(o).__name__} (with .{name})' if name in _changes and id(o) not in _ids() else ''
     return '' if _root(type(o)) in _libraries | _values else f'calls .{name} of a {type(o).__name__}'
 
-def _added_to(code):
-    "Variables such as `xs` in `xs += [x]`"
-    def adds(i): return i.opname == 'BINARY_OP' and i.argrepr.endswith('=') or i.opname.startswith('INPLACE_')
-    found = list(dis.get_instructions(code))
-    return [b.argval for a,b in zip(found, found[1:]) if b.opname == 'STORE_FAST' and adds(a)]
-
+# %% ../../nbs/api/05d_capture.effects.ipynb #e73787ea
 def _old(v, new, depth=3):
     "May it be changed in place, and was it there before the step?"
     if isinstance(v, torch.Tensor): return v.device.type == 'cpu' and id(v) not in new
@@ -92,19 +87,29 @@ def _old(v, new, depth=3):
     return isinstance(v, _containers) and id(v) not in new
 
 def _in_place(name): return name in ('__setitem__', '__delitem__') or name.endswith('_') and not name.startswith('_')
-def _old_within(v, new): return isinstance(v, (list, dict, tuple)) and any(_old(o, new) for o in (v.values() if isinstance(v, dict) else v))
+def _old_within(v, new):
+    return isinstance(v, (list, dict, tuple)) and any(_old(o, new) for o in (v.values() if isinstance(v, dict) else v))
 
 def _stored_into(frame, loads, ops):
     "The variable or attribute with what code that works in place may change; an attribute that holds plain items is put back"
-    if not (stores := ops & {'STORE_SUBSCR', 'DELETE_SUBSCR'}) and not any(map(_in_place, frame.f_code.co_names)): return
+    if not (stores := ops & {'STORE_SUBSCR', 'STORE_SLICE', 'DELETE_SUBSCR'}) and not any(map(_in_place, frame.f_code.co_names)): return
     code,values,new = frame.f_code,frame.f_locals,_ids()
     far = [(n, values.get(n, frame.f_globals.get(n))) for n in dict.fromkeys((*loads, *values))]
     owners = [vars(o) for _,o in far if hasattr(o, '__dict__') and not isinstance(o, (ModuleType, torch.Tensor))]
     own = [(n, d[n]) for d in owners for n in code.co_names if n in d]
-    return first([n for n,v in far if stores and n in code.co_freevars and n != '__class__' or _old(v, new)] + [n for n,v in own if _old_within(v, new)])
+    free = {*code.co_freevars} - {'__class__'} if stores else ()
+    return first([n for n,v in far if n in free or _old(v, new)] + [n for n,v in own if _old_within(v, new)])
+
+# %% ../../nbs/api/05d_capture.effects.ipynb #e73787eb
+def _added_to(code):
+    "Variables such as `xs` in `xs += [x]`"
+    def adds(i): return i.opname == 'BINARY_OP' and i.argrepr.endswith('=') or i.opname.startswith('INPLACE_')
+    found = list(dis.get_instructions(code))
+    return [b.argval for a,b in zip(found, found[1:]) if b.opname == 'STORE_FAST' and adds(a)]
 
 def _effect_of_code(frame):
     "The same for what a Python function stores"
+    if _is_hook(frame): return 'is a hook of the backward pass, run'
     code,was,found = frame.f_code,None,list(dis.get_instructions(frame.f_code))
     for n in _added_to(code):   # an argument, or a default
         o = frame.f_locals.get(n)
@@ -115,6 +120,7 @@ def _effect_of_code(frame):
         modules = [n for n in loads if isinstance(m := frame.f_globals.get(n), ModuleType) and not is_library(m.__name__)]
         modules += [i.argval for i in found if i.opname == 'IMPORT_NAME' and not is_library(i.argval)]
         if modules: return f'sets an attribute of {modules[0]}'
+        if {'type', '__class__'} & {*loads, *code.co_names}: return 'may set an attribute of a class'
     for i in found:
         if i.opname in ('STORE_GLOBAL', 'DELETE_GLOBAL') or i.opname == 'STORE_DEREF' and i.argval in code.co_freevars:
             return f'sets {i.argval}, a variable of another scope'
@@ -139,7 +145,7 @@ def _made(frame, res):
     return frame.f_locals.get(frame.f_code.co_varnames[0]) if frame.f_code.co_name == '__init__' else res
 
 _call = nn.Module._call_impl.__code__   # runs whenever a module is called
-_backward = _engine_run_backward.__code__
+def _is_hook(frame): return frame.f_back is not None and frame.f_back.f_code is _engine_run_backward.__code__
 _import = importlib._bootstrap._find_and_load.__code__   # whenever one is imported that was not
 
 # %% ../../nbs/api/05d_capture.effects.ipynb #9d8a95ec
@@ -164,8 +170,7 @@ def no_effects(
             if frame.f_code is _import: return imports.append(frame)
             if frame.f_code is _call: reads and reads.called(frame.f_locals['self'])
             if _is_user(frame):
-                if frame.f_back is not None and frame.f_back.f_code is _backward: note(frame, 'is a hook of the backward pass, run')
-                if frame.f_code not in seen: note(frame, _effect_of_code(frame))
+                if frame.f_code not in seen or _is_hook(frame): note(frame, _effect_of_code(frame))
                 seen.add(frame.f_code)
                 try: reads and reads.see(frame)
                 except Refused as e:
@@ -184,17 +189,18 @@ def no_effects(
         gc.unfreeze()
         if found: raise Refused(found[0])
 
-# %% ../../nbs/api/05d_capture.effects.ipynb #9b2d4c02
+# %% ../../nbs/api/05d_capture.effects.ipynb #f5e57e64
 @contextmanager
 def hooks_run(): # Yields a list
     "The user's functions that the backward pass calls within the block: for each where it stands"
     found,was = [],sys.getprofile()
     def watch(frame, event, _):
-        if event == 'call' and frame.f_back is not None and frame.f_back.f_code is _backward and _is_user(frame): found.append(_place(frame))
+        if event == 'call' and _is_hook(frame) and _is_user(frame): found.append(_place(frame))
     sys.setprofile(watch)
     try: yield found
     finally: sys.setprofile(was)
 
+# %% ../../nbs/api/05d_capture.effects.ipynb #9b2d4c02
 def rewrites(
     f, # Function or method
     names:set, # Of attributes

@@ -115,6 +115,7 @@ def _steps(self:Trace, fn, numbers, watch):
                       f"and `after_batch` callbacks run as Python at every batch", holder=self.reads.holder)
     return outs
 
+_hook_moves = "a hook of a module comes or goes within the step"
 _own_count = "the step itself changes {!r} in the optimizer's parameter groups, whose numbers are set ahead of steps that are one"
 
 @patch
@@ -137,6 +138,7 @@ def _changed(self:Trace, before, after, numbers):
     "Sort what has changed into updates, replacements and numbers"
     new = {i: keys for i,(_,keys,_) in after.keys.items()}
     scratch = {(id(d), k): (path, d, k) for d,k,v,path in after.tensors}
+    if any(d.keys() != was.keys() for d,was in self.memory.held if id(d) not in before.keys): raise Refused(_hook_moves)
     def on_xla(ts): return bool(ts) and all(isinstance(t, torch.Tensor) and is_xla(t) for t in ts)
     scratch |= {(id(d), k): (path, d, k) for d,k,v,(leaves,_),path in after.trees if on_xla(leaves)}
     for i,(d,keys,path) in before.keys.items():
