@@ -2,7 +2,7 @@
 attributes of tensors, memory that two objects share, and what callbacks change of fastai's own between two steps"""
 import ctypes, multiprocessing as mp, warnings
 from collections import defaultdict, namedtuple
-from functools import partial
+from functools import cached_property, partial
 import pytest
 from fastai.callback.all import *
 from fastai.vision.all import *
@@ -618,6 +618,10 @@ def by_method(make):
         return f
     return make_loss
 
+class Caches:
+    @cached_property
+    def b(self): return [0]
+
 Pair = namedtuple('Pair', 'a b')
 def one(): return [0]
 def array_of(): return np.zeros(1)
@@ -626,7 +630,8 @@ places = dict(default=by_default(one), default_array=by_default(array_of), defau
     partial=by_partial(one), method=by_method(one), attribute=kept_in(one, noop), nested=kept_in(lambda: [[0]], first_of),
     in_tuple=kept_in(lambda: ([0],), first_of), array_in_tuple=kept_in(lambda: (array_of(),), first_of),
     in_namedtuple=kept_in(lambda: Pair([0], 1), first_of), tensor_in_list=kept_in(lambda: [torch.zeros(1)], first_of),
-    scope=by_scope(one, noop), scope_nested=by_scope(lambda: {'a': [0]}, lambda b: b['a']), scope_tuple=by_scope(lambda: ([0],), first_of))
+    scope=by_scope(one, noop), scope_nested=by_scope(lambda: {'a': [0]}, lambda b: b['a']), scope_tuple=by_scope(lambda: ([0],), first_of),
+    cached=by_scope(Caches, lambda o: o.b))
 
 @pytest.mark.parametrize('to', [default, three], ids=['default', 'three'])
 @pytest.mark.parametrize('place', places)

@@ -136,7 +136,10 @@ def _place(frame):
 
 stand_ins = set()   # code of functions of ours, each with the library's `f` in whose place it is
 
+_cached = functools.cached_property.__get__.__code__
+
 def _name_of(frame):
+    if frame.f_code is _cached: return 'a cached_property for the first time'
     f = frame.f_locals['f'] if frame.f_code in stand_ins else None
     return f'{f.__module__}.{f.__name__}' if f else f"{frame.f_globals.get('__name__', '')}.{frame.f_code.co_name}"
 
