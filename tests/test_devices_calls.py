@@ -202,9 +202,9 @@ class Mix(Callback):
     run_valid = False
     def before_fit(self): self.r = np.random.RandomState(3)
     def before_batch(self):
-        lam,perm = self.r.rand(),torch.from_numpy(self.r.permutation(len(self.x))).to(self.x.device)
+        self.lam,self.perm = self.r.rand(),torch.from_numpy(self.r.permutation(len(self.x))).to(self.x.device)
         layer = [m for m in self.learn.model.modules() if isinstance(m, nn.Conv2d)][self.r.randint(2)]
-        self.h = layer.register_forward_hook(lambda m,i,o: o*lam+o[perm]*(1-lam))
+        self.h = layer.register_forward_hook(lambda m,i,o: o*self.lam+o[self.perm]*(1-self.lam))
     def after_pred(self): self.h.remove()
 set_seed(0)
 learn = cases.images(cbs=Mix(), opt_func=SGD)
