@@ -151,7 +151,8 @@ def gathers(
     "Why its steps are not logged: the parameters are gathered within the forward pass, by code that a log does not see"
     layout = learn.xla_opt.layout
     if not mesh() or not (layout.shard or layout.param_spec): return ''
-    return f"parameters are split over several devices, and {unknown_code(learn)} is code of yours, which a recording would leave out"
+    return f"parameters are split over several devices, and {unknown_code(learn)} is code of yours: such steps are traced each time; "\
+           "with all parameters on each device, as by `to_xla(devices='all')` alone, they are replayed"
 
 # %% ../nbs/api/06aba_unknown.ipynb #62d48c09
 def _made_of(inner):

@@ -87,22 +87,23 @@ def test_seed_before_the_devices():
 def test_one_device_is_no_mesh():
     assert 'None' in says("learner().to_xla(devices='all', shard='fsdp'); print(mesh())", n=1)
 
-def test_layout_is_guarded():
+@pytest.mark.parametrize('event,module', [('after_pred', 'program'), ('after_train', 'guards')], ids=['logged', 'recorded'])
+def test_layout_is_guarded(event, module):
     "A program for weights that each device has does not serve weights that are split"
     out = says("""
-from fastai_xla.capture import program
+from fastai_xla.capture import MODULE
 from fastai_xla.mesh import lay_out
 class Turn(Callback):
-    def after_pred(self): self.n = len(self.pred)   # code of the step
+    def EVENT(self): self.n = len(self.pred)   # code of the step, or not
     def after_batch(self):
         if self.training and self.iter == 5: lay_out(next(self.learn.model.parameters()), ('data',))
 def losses(guarded):
-    program.layout = layout if guarded else lambda t: ''
+    MODULE.layout = layout if guarded else lambda t: ''
     set_seed(0)
     learn = cases.images(cbs=Turn(), opt_func=SGD)
     learn.to_xla(devices='all')
     with learn.no_bar(), learn.no_logging(): learn.fit(1, .1)
-    assert learn.xla_opt.replay.by_log.fit.counts[True]['replayed'] > 6 or not guarded
+    assert bool(learn.xla_opt.replay.by_log) == ('MODULE' == 'program') and not learn.xla_report().plain
     return learn.recorder.losses
 plain = losses(True)
 set_seed(0)
@@ -111,7 +112,8 @@ with learn.no_bar(), learn.no_logging(): learn.fit(1, .1)
 print('APART', max(abs(a-b) for a,b in zip(plain, learn.recorder.losses)).item() < 1e-5)
 try: wrong = losses(False)
 except Exception as e: print('SEEN')
-else: print('SEEN' if max(abs(a-b) for a,b in zip(wrong, plain)) > 1e-3 else 'NOT SEEN')""")
+else: print('SEEN' if max(abs(a-b) for a,b in zip(wrong, plain)) > 1e-3 else 'NOT SEEN')""".replace('MODULE', module)
+               .replace('EVENT', event))
     assert 'APART True' in out and '\nSEEN' in out, out
 
 def test_layouts_within_a_step():

@@ -42,9 +42,26 @@ class Decays(torch.optim.SGD):
 
 def with_opt(opt, k): return lambda: (dict(opt_func=partial(OptimWrapper, opt=opt)), lambda l: [g[k] for g in l.opt.opt.param_groups])
 
-in_groups = 'another scope (param_groups)'
-@pytest.mark.parametrize('opt,k,why', [(Counts, 'k', in_groups), (Decays, 'weight_decay', in_groups), (torch.optim.SGD, 'lr', None)])
+class Averages(torch.optim.Optimizer):
+    "Keeps state as timm's Lion does"
+    def __init__(self, ps, lr=1e-2): super().__init__(ps, dict(lr=lr))
+    @torch.no_grad()
+    def step(self, closure=None):
+        for g in self.param_groups:
+            for p in g['params']:
+                st = self.state[p]
+                if not st: st['avg'] = torch.zeros_like(p)
+                st['avg'].mul_(.9).add_(p.grad)
+                p.add_(st['avg'], alpha=-g['lr'])
+
+@pytest.mark.parametrize('opt,k,why', [(Counts, 'k', "changes 'k'"), (Decays, 'weight_decay', "changes 'weight_decay'"),
+                                       (torch.optim.SGD, 'lr', None), (Averages, 'lr', None)])
 def test_an_optimizer_that_changes_numbers_of_its_groups(opt, k, why): agrees(with_opt(opt, k), why)
+
+def test_state_of_an_optimizer_is_put_back():
+    "It is no container of which nobody knows: the steps are run as one"
+    _,learn,_ = fitted(with_opt(Averages, 'lr'), 3, steps_per_execution=3)
+    assert learn.xla_report().per_batch()['executions'] < 1, learn.xla_report().plain
 
 # --- objects that a callback holds or names
 

@@ -101,9 +101,9 @@ def why_read(
     ran = [n for n,v in xla_counts().fallbacks.items() if before.get(n) != v]
     new = first(n for n in ran if n != 'aten::nonzero')   # which, as of a mask that is an index, reads whatever kernel it has
     counts = _counts if any(map(selects, ran)) else ''
-    return (f"runs {new} on the CPU, as torch_xla has no kernel for it, within the step" if new else _reads) + counts
+    done = f"runs {new} on the CPU, as torch_xla has no kernel for it," if new else 'reads a value'
+    return f'{done} within the step{counts}'
 
-_reads = 'reads a value within the step'
 why_draws = "draws random numbers on the host, in code that a program leaves out; draw them before the call, and give it what is drawn"
 _counts = ': how many elements it gives depends on values, and each new count compiles a program'
 

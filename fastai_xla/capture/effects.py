@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import _engine_run_backward
 from fastcore.all import *
+from fastai.optimizer import _BaseOptimizer
 
 from .state import Refused
 
@@ -80,25 +81,29 @@ def _effect_of_call(f):
     return '' if _root(type(o)) in _libraries | _values else f'calls .{name} of a {type(o).__name__}'
 
 # %% ../../nbs/api/05d_capture.effects.ipynb #e73787ea
-def _old(v, new, depth=3):
+def _old(v, new, kinds=_containers, depth=3):
     "May it be changed in place, and was it there before the step?"
     if isinstance(v, torch.Tensor): return v.device.type == 'cpu' and id(v) not in new
-    if isinstance(v, tuple): return depth > 0 and any(_old(o, new, depth-1) for o in v)
-    return isinstance(v, _containers) and id(v) not in new
+    if isinstance(v, tuple): return depth > 0 and any(_old(o, new, kinds, depth-1) for o in v)
+    return isinstance(v, kinds) and id(v) not in new
 
-def _in_place(name): return name in ('__setitem__', '__delitem__') or name.endswith('_') and not name.startswith('_')
-def _old_within(v, new):
-    return isinstance(v, (list, dict, tuple)) and any(_old(o, new) for o in (v.values() if isinstance(v, dict) else v))
+def _old_within(v, new, kinds):
+    return isinstance(v, (list, dict, tuple)) and any(_old(o, new, kinds) for o in (v.values() if isinstance(v, dict) else v))
+
+# which are put back after a trace
+def _of_optimizer(o, name): return isinstance(o, (torch.optim.Optimizer, _BaseOptimizer)) and name in ('state', 'param_groups', 'hypers')
 
 def _stored_into(frame, loads, ops):
-    "The variable or attribute with what code that works in place may change; an attribute that holds plain items is put back"
-    if not (stores := ops & {'STORE_SUBSCR', 'STORE_SLICE', 'DELETE_SUBSCR'}) and not any(map(_in_place, frame.f_code.co_names)): return
-    code,values,new = frame.f_code,frame.f_locals,_ids()
+    "The variable or attribute with what code that works in place may change. An attribute that holds plain items is put back"
+    names,stores = frame.f_code.co_names,ops & {'STORE_SUBSCR', 'STORE_SLICE', 'DELETE_SUBSCR'}
+    kinds = _containers if stores or {'__setitem__', '__delitem__'} & {*names} else ()   # `t.add_(1)` is of tensors alone
+    if not kinds and not any(n.endswith('_') and n[0] != '_' for n in names): return
+    values,new = frame.f_locals,_ids()
     far = [(n, values.get(n, frame.f_globals.get(n))) for n in dict.fromkeys((*loads, *values))]
-    owners = [vars(o) for _,o in far if hasattr(o, '__dict__') and not isinstance(o, (ModuleType, torch.Tensor))]
-    own = [(n, d[n]) for d in owners for n in code.co_names if n in d]
-    free = {*code.co_freevars} - {'__class__'} if stores else ()
-    return first([n for n,v in far if n in free or _old(v, new)] + [n for n,v in own if _old_within(v, new)])
+    owners = [o for _,o in far if hasattr(o, '__dict__') and not isinstance(o, (ModuleType, torch.Tensor))]
+    own = [(n, vars(o)[n]) for o in owners for n in names if n in vars(o) and not _of_optimizer(o, n)]
+    free = {*frame.f_code.co_freevars} - {'__class__'} if stores else ()
+    return first([n for n,v in far if n in free or _old(v, new, kinds)] + [n for n,v in own if _old_within(v, new, kinds)])
 
 # %% ../../nbs/api/05d_capture.effects.ipynb #e73787eb
 def _added_to(code):
