@@ -182,6 +182,7 @@ def create_opt(self:Learner):
     give_up(f'{user_line()} makes an optimizer')
     if hasattr(self, 'xla_opt'): settle(self, opt=False)
     self._under_create_opt()
+    if hasattr(self, 'xla_opt'): note_opt(self)
 
 @patch
 def before_fit(self:TrainEvalCallback):
@@ -262,9 +263,6 @@ def xla_report(self:Learner) -> XLAReport: # Tables of compiles, executions, tra
     return _last_reports[self]
 
 # %% ../nbs/api/07_learner.ipynb #296d6dda
-def _host(o):
-    if any(has_xla(v) for v in vars(o).values()): fetch_attrs(o)
-
 @patch
 def detach_xla(self:Learner) -> Learner: # The learner itself, on the CPU
     "Bring the learner back to the CPU, as if it had never left: parameters, optimizer state, metrics, dataloaders"
@@ -279,7 +277,8 @@ def detach_xla(self:Learner) -> Learner: # The learner itself, on the CPU
     move_hidden(self.model, cpu)
     _move_dls(self.dls, cpu)
     rec = [self.recorder.loss, self.recorder.smooth_loss] if hasattr(self, 'recorder') else []
-    for o in (self, *self.cbs, *self.metrics, *rec): _host(o)
+    for o in (self, *self.cbs, *self.metrics, *rec):
+        if any(map(has_xla, vars(o).values())): fetch_attrs(o)
     if not (report := _report(self)).empty: _last_reports[self] = report
     self.xla_opt.learn = None
     del self.xla_opt

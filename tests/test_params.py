@@ -26,6 +26,9 @@ def biases_aside(p): return p.dim() > 1
 
 def new_head(learn): learn.model[1][3] = nn.Linear(8, 4)
 
+class NewHead(Callback):
+    def before_fit(self): new_head(self.learn)
+
 stories = dict(
     to_xla=lambda l,d: l.to_xla().create_opt(),
     opt_before=lambda l,d: (l.create_opt(), l.to_xla()),
@@ -40,6 +43,7 @@ stories = dict(
     new_model_freeze=lambda l,d: (l.to_xla(), l.fit(1), setattr(l, 'model', convnet()), l.freeze(), l.unfreeze()),
     new_model_before=lambda l,d: (l.create_opt(), setattr(l, 'model', convnet()), l.to_xla()),
     new_head=lambda l,d: (l.to_xla(), l.fit(1), new_head(l), l.fit(1)),
+    new_head_at_the_start=lambda l,d: (l.to_xla(), l.fit(1, cbs=NewHead())),
     moved_by_hand=lambda l,d: (l.create_opt(), l.model.to(device()), l.to_xla()),
     moved_away=lambda l,d: (l.to_xla(), l.fit(1), l.model.to('cpu'), l.fit(1)),
     lr_find=lambda l,d: (l.to_xla(), l.lr_find(num_it=8, show_plot=False)),
@@ -48,7 +52,8 @@ stories = dict(
     twice=lambda l,d: (l.to_xla().to_xla(), l.create_opt()),
 )
 
-told = ('new_model', 'new_model_freeze', 'new_model_before', 'new_head', 'moved_by_hand')   # on the CPU these train nothing
+# on the CPU these train nothing
+told = 'new_model new_model_freeze new_model_before new_head new_head_at_the_start moved_by_hand'.split()
 
 @pytest.mark.parametrize('story', stories)
 def test_holds(story, tmp_path):

@@ -85,3 +85,27 @@ def parameters_swapped_around_validation():
         def before_validate(self): self._swap()
         def after_validate(self): self._swap()
     return learner(cbs=Swap())
+
+def exchange(opt, old, new):
+    "As fastai's `_copy_state`"
+    opt.param_lists = L(map(L, new))
+    for p,q in zip(L(old).concat(), L(new).concat()): opt.state[q] = opt.state.pop(p, {})
+
+@scenario
+def master_copies():
+    "As fastai's `NonNativeMixedPrecision`: the optimizer steps in copies, of which the model gets the values"
+    class Masters(Callback):
+        scale = 8.
+        def before_fit(self):
+            self.own = [list(pg) for pg in self.opt.param_lists]
+            self.masters = [[nn.Parameter(p.detach().clone()) for p in pg] for pg in self.own]
+            exchange(self.opt, self.own, self.masters)
+        def pairs(self): return zip(L(self.own).concat(), L(self.masters).concat())
+        def before_backward(self): self.learn.loss_grad = self.loss_grad*self.scale
+        def before_step(self):
+            for p,q in self.pairs(): q.grad = p.grad.detach()/self.scale
+        def after_step(self):
+            self.model.zero_grad()
+            for p,q in self.pairs(): p.data.copy_(q.data)
+        def after_fit(self): exchange(self.opt, self.masters, self.own)
+    return learner(cbs=Masters())
