@@ -25,7 +25,8 @@ from .apart import *
 from .graphs import *
 from .report import *
 from .draws import *
-from .capture.state import all_tensors, flatten, set_data
+from .capture.alive import all_tensors
+from .capture.state import flatten, set_data
 from .compat.core import *
 from .compat.learner import *
 from .compat.optimizer import *

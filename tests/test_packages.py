@@ -6,7 +6,7 @@ from torch import nn
 from fastai.vision.all import *
 from fastai_xla.all import *
 from fastai_xla.aot.take import _state_of
-from fastai_xla.capture import state
+from fastai_xla.capture import alive
 from fastai_xla.runtime import device
 from fastai_xla.seeds import manual_seed
 from fastai_xla.transfer import fetch
@@ -255,13 +255,13 @@ def test_scan_where_garbage_is_collected(monkeypatch, capfd):
     gc.disable()
     try:
         forgotten()
-        looked,is_xla = [],state.is_xla
+        looked,is_xla = [],alive.is_xla
         def collecting(t):
             if not looked: gc.collect()
             looked.append(t)
             return is_xla(t)
-        monkeypatch.setattr(state, 'is_xla', collecting)
-        state.live_tensors([])
+        monkeypatch.setattr(alive, 'is_xla', collecting)
+        alive.live_tensors([])
     finally: gc.enable()
     assert len(looked) > 10 and 'live PyObject references' not in capfd.readouterr().err
 
@@ -313,7 +313,7 @@ def scans(n=20):
             except SystemError as e: errors.append(e)
     threads = [threading.Thread(target=build) for _ in range(2)]
     for t in threads: t.start()
-    for _ in range(n): state.all_tensors()
+    for _ in range(n): alive.all_tensors()
     over.set()
     for t in threads: t.join()
     return errors
@@ -322,5 +322,5 @@ def test_threads_build_tuples_while_tensors_are_looked_up(monkeypatch):
     "A thread that builds a tuple must be the only one to hold it, and a list of all objects does"
     was = sys.getswitchinterval()
     assert not scans() and sys.getswitchinterval() == was
-    monkeypatch.setattr(state, '_alone', nullcontext)
+    monkeypatch.setattr(alive, '_alone', nullcontext)
     assert any(scans() for _ in range(5))

@@ -54,8 +54,22 @@ class Averages(torch.optim.Optimizer):
                 st['avg'].mul_(.9).add_(p.grad)
                 p.add_(st['avg'], alpha=-g['lr'])
 
+class Looks(torch.optim.Optimizer):
+    "Keeps the size of the last steps in lists within a list, by their number, as RAdam does: one that was not made is not to be found"
+    def __init__(self, ps, lr=1e-2): super().__init__(ps, dict(lr=lr, sizes=[[None, None] for _ in range(4)]))
+    @torch.no_grad()
+    def step(self, closure=None):
+        for g in self.param_groups:
+            for p in g['params']:
+                st = self.state[p]
+                st['step'] = st.get('step', 0) + 1
+                kept = g['sizes'][st['step'] % 4]
+                if kept[0] != st['step']: kept[:] = st['step'],(1 - .9**st['step'])*g['lr']
+                p.add_(p.grad, alpha=-kept[1])
+
 @pytest.mark.parametrize('opt,k,why', [(Counts, 'k', "changes 'k'"), (Decays, 'weight_decay', "changes 'weight_decay'"),
-                                       (torch.optim.SGD, 'lr', None), (Averages, 'lr', None)])
+                                       (torch.optim.SGD, 'lr', None), (Averages, 'lr', None),
+                                       (Looks, 'sizes', None)])
 def test_an_optimizer_that_changes_numbers_of_its_groups(opt, k, why): agrees(with_opt(opt, k), why)
 
 def test_state_of_an_optimizer_is_put_back():
@@ -223,3 +237,21 @@ def test_what_is_taken_of_the_weights_before_a_step(take):
         cb = Snapshots(take)
         return dict(cbs=cb),lambda learn: cb.seen
     agrees(story, 'looks at each batch')
+
+# --- layers that are left out of some steps
+
+class Sometimes(nn.Module):
+    "Its second layer is in the third step first: with the seed 3 numpy draws .55, .71, .29"
+    def __init__(self):
+        super().__init__()
+        self.ls = nn.ModuleList([nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 1)])
+    def forward(self, x):
+        x = self.ls[0](x).tanh()
+        if not self.training or np.random.rand() < .5: x = x + self.ls[1](x).tanh()
+        return self.ls[2](x)
+
+def steps_of(learn): return [learn.opt.state[p].get('step', 0) for p in learn.model.parameters()]
+
+def test_a_layer_without_a_gradient_waits_for_its_first():
+    "That steps have been tried as one, and could not, is no gradient of zeros"
+    agrees(lambda: (dict(model=Sometimes(), opt_func=Adam), steps_of), 'draws random numbers on the host')

@@ -6,13 +6,11 @@ Docs: https://fastai-xla.github.io/fastai_xla/api/capture.state.html.md"""
 
 # %% auto #0
 __all__ = ['set_data', 'flatten', 'Refused', 'key_name', 'checksum', 'content', 'Places', 'put_all', 'Kept', 'Memory', 'item',
-           'leaf', 'grad', 'all_tensors', 'live_tensors']
+           'leaf', 'grad']
 
 # %% ../../nbs/api/05b_capture.state.ipynb #1e39253c
-import functools, gc, sys, time, zlib
-from contextlib import contextmanager
+import functools, zlib
 from dataclasses import is_dataclass
-from itertools import compress
 from types import SimpleNamespace
 
 import numpy as np
@@ -24,6 +22,7 @@ from fastcore.all import *
 from ..runtime import *
 from ..graphs import *
 from ..shared import *
+from .alive import *
 
 if L not in pytree.SUPPORTED_NODES: pytree.register_pytree_node(L, lambda l: (list(l), None), lambda items,_: L(list(items)))
 
@@ -176,6 +175,22 @@ class Kept:
             return new[self.ids[i]]
         put_all([self.ts[i] for i in changed], map(value, changed))
 
+# %% ../../nbs/api/05b_capture.state.ipynb #05b0c0a1
+def _containers(v):
+    "What can be changed in `v`, which may be a list or in a tuple, at any depth: each container and what it holds"
+    if isinstance(v, L): return _containers(v.items)
+    if _kind_of(v) is object: return _containers(vars(v))
+    if not isinstance(v, (list, tuple, dict)): return []
+    was = dict(v) if isinstance(v, dict) else list(v)
+    inner = [kept for o in (was.values() if isinstance(v, dict) else was) for kept in _containers(o)]
+    return inner if isinstance(v, tuple) else [(v, was), *inner]
+
+def _fill(v, was):
+    if isinstance(v, dict):
+        v.clear()
+        v.update(was)
+    else: v[:] = was
+
 # %% ../../nbs/api/05b_capture.state.ipynb #2350479c
 class Memory:
     "What all places held, and the gradients of parameters"
@@ -187,7 +202,7 @@ class Memory:
         self.of_modules = places.of_modules
         dicts = [d for d,*_ in places.keys.values()]
         self.held = [(d, dict(d)) for d in dicts + [d[k] for d in dicts for k in _hooks if isinstance(d.get(k), dict)]]
-        self.lists = [(v, list(v)) for _,_,v,*_ in places.trees if isinstance(v, list)]
+        self.inner = [kept for _,_,v,*_ in places.trees for kept in _containers(v)]
         self.readers = {}
         for d,k,t,_ in places.tensors: self._add(t, (item, d, k))
         for d,k,_,(leaves,_),_ in places.trees:
@@ -214,18 +229,13 @@ class Memory:
         if isinstance(t, torch.Tensor) and is_xla(t): self.readers.setdefault(id(t), (t, []))[1].append(reader)
 
 # %% ../../nbs/api/05b_capture.state.ipynb #34ffea8d
-def _is_dead(t):
-    "Has its memory been donated?"
-    try: buffers([t])
-    except RuntimeError: return True
-
 @patch
 def _drop_dead(self:Memory):
     "Leave out aliases whose memory a step has donated: what a module has kept of its last validation, and sets again before it reads it"
     ts = {i: t for i,(t,_) in self.readers.items()}
     settle_views(list(ts.values()))
     try: buffers(list(ts.values()))
-    except RuntimeError: self.readers = {i: r for i,r in self.readers.items() if not _is_dead(ts[i])}
+    except RuntimeError: self.readers = {i: r for i,r in self.readers.items() if not is_dead(ts[i])}
 
 @patch
 def restore(self:Memory):
@@ -239,7 +249,7 @@ def restore(self:Memory):
     for p,g,r in self.params:
         if p.grad is not g: p.grad = g
         p.requires_grad_(r)
-    for v,was in self.lists: v[:] = was
+    for v,was in self.inner: _fill(v, was)
     for d,was in self.held:
         for k in [k for k in d if k not in was]: del d[k]
         for k,v in was.items():
@@ -248,47 +258,6 @@ def restore(self:Memory):
 def item(d, k): return d[k]
 def leaf(d, k, i): return flatten(d[k])[0][i]
 def grad(p): return p.grad
-
-# %% ../../nbs/api/05b_capture.state.ipynb #d992e8b1
-def _classes(cls): return [cls, *(c for o in type.__subclasses__(cls) for c in _classes(o))]
-
-@contextmanager
-def _alone():
-    "No other thread runs Python within the block, if that takes less than a second and nothing in it waits"
-    was = sys.getswitchinterval()
-    sys.setswitchinterval(1.)
-    time.sleep(2*was)   # threads that wait already would interrupt after `was`
-    try: yield
-    finally: sys.setswitchinterval(was)
-
-def all_tensors():
-    """All tensors, each held: one that only C++ holds would die under our hands, as where garbage is collected
-
-    A thread that builds a tuple must be the only one to hold it, and a list of all objects holds it too, so no other thread runs meanwhile.
-    What refers to the tensor classes is not all: tensors that C++ holds tell the collector of nothing"""
-    on = gc.isenabled()
-    gc.disable()
-    try:
-        with _alone(), torch._C.DisableTorchFunctionSubclass():
-            classes = set(map(id, _classes(torch.Tensor)))   # a call of `issubclass` for each object would take longer than all the rest
-            objs = gc.get_objects()
-            ts = list(compress(objs, map(classes.__contains__, map(id, map(type, objs)))))   # without a step of Python for each
-            del objs
-            for t in ts: t._fix_weakref()
-    finally:
-        if on: gc.enable()
-    return ts
-
-def live_tensors(
-    known:list, # XLA tensors to leave out
-    of:list|None=None, # Tensors to choose from, if not all there are
-) -> list: # XLA tensors that are computed
-    "What else is alive on XLA devices, wherever it is held: one scan of the garbage collector's objects, some 0.1 s"
-    known = set(map(id, known))
-    # those that are not functional are what kernels see of these
-    ts = [t for t in (all_tensors() if of is None else of) if id(t) not in known and is_xla(t) and torch._is_functional_tensor(t)]
-    settle_views(ts)
-    return [t for t in ts if not _is_dead(t)]
 
 # %% ../../nbs/api/05b_capture.state.ipynb #d992e8b3
 @patch

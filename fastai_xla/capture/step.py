@@ -57,6 +57,15 @@ class Left:
         self.regrades = False   # do gradients come or go?
         self.counts,self.outs = [],None   # numbers; what the step returns
 
+# %% ../../nbs/api/05g_capture.step.ipynb #05g0f1a6
+def _flags(params): return [(vars(p), vars(p).get('_cleared', _flags)) for p in params]
+
+def _put_flags(flags):
+    "Has `zero_grad` dropped the gradient? As at the time of `_flags`, also where it had not been asked"
+    for d,cleared in flags:
+        if cleared is _flags: d.pop('_cleared', None)
+        else: d['_cleared'] = cleared
+
 # %% ../../nbs/api/05g_capture.step.ipynb #72a5f9fa
 class Trace:
     "One run of a step's Python, of which nothing is computed: what it reads and what it leaves behind. Afterwards everything is as before"
@@ -79,6 +88,7 @@ class Trace:
         self.draws,self.left,self.graph = Draws(),Left(),None
         self.reads = Reads([*before.keys, *map(id, numbers.dicts)], numbers.places)
         numbers.show(self.tape)
+        flags = _flags(p for p,*_ in self.memory.params)
         try:
             outs = self._steps(fn, numbers, no_effects(self.reads) if watched else nullcontext())
             self.given += buffers(self.draws.sent)
@@ -90,6 +100,9 @@ class Trace:
             self._changed(before, before if same else places(), numbers)
             self._sort_inputs(self._collect(outs))
             then(self)
+        except BaseException:
+            _put_flags(flags)   # else an optimizer would take a gradient that has never been for zeros
+            raise
         finally:
             self.memory.restore()
             numbers.restore()
