@@ -80,12 +80,14 @@ def _own_code(o):
 
 _tables = '_forward_hooks', '_forward_pre_hooks', '_backward_hooks', '_backward_pre_hooks'
 
-def _hooks_of(modules):
-    "Functions on modules and their parameters; of a fastai `Hook` the one that it calls"
+def _hooked(modules):
+    "Functions on modules and their parameters"
     found = [getattr(m, n, None) for m in modules for n in _tables]
     ps = [p for m in modules if isinstance(m, nn.Module) for p in m.parameters(recurse=False)]
     found += [d for p in ps for d in (p._backward_hooks, p._post_accumulate_grad_hooks)]
-    return [getattr(getattr(h, '__self__', None), 'hook_func', h) for d in found if d for h in d.values()]
+    return [h for d in found if d for h in d.values()]
+
+def _hooks_of(modules): return [getattr(getattr(h, '__self__', None), 'hook_func', h) for h in _hooked(modules)]   # a `Hook` has its own
 
 def _running_in(learn):
     "What may have code of the user's that runs where a batch is done"
@@ -221,7 +223,8 @@ def may_change_step(
     if any(computes_names(g.__code__) for g,_ in found if _is_own(g)): return True
     if not all(map((_of_step | _of_weights).isdisjoint, (named for _,named in found))): return True
     loss = learn.loss_func
-    those = {id(o) for o in (*hypers, learn.model, *learn.model.modules(), loss, getattr(loss, 'func', loss))}
+    hooks = [getattr(h, '__self__', h) for h in _hooked(_running_in(learn))]   # a fastai `Hook` keeps what it has seen
+    those = {id(o) for o in (*hypers, *learn.model.modules(), loss, getattr(loss, 'func', loss), *hooks)}
     if any(_holds(v, those) for v in held) or _shares_with_step(learn, cb, held): return True
     codes = [g.__code__ for g,_ in found if _is_own(g)]
     if not set().union(*map(attrs_set, codes)).isdisjoint(_of_fit | _of_libraries(learn)): return True
@@ -235,7 +238,6 @@ def _raises(cb):
     return any(i.opname == 'RAISE_VARARGS' for c in codes for i in dis.get_instructions(c))
 
 _seeding = set('set_seed manual_seed set_rng_state seed random_seed seed_everything'.split())
-
 # what asks for steps one by one -> does a callback of a learner with such hyper-parameters do so?
 between_steps = {
     "look at the model or its optimizer after each of them, or change what the next one depends on": may_change_step,
@@ -270,7 +272,6 @@ def transforms_look(
 # %% ../nbs/api/06aac_reach.ipynb #89a1184f
 _draws = {*'''random randrange randint uniform gauss choice choices sample shuffle rand randn normal permutation randperm beta betavariate
     rand_like randn_like randint_like bernoulli multinomial dropout random_ normal_ uniform_ bernoulli_'''.split()}
-
 _of_chance = {'random', 'numpy', 'torch'}
 
 def _root(o):

@@ -255,3 +255,17 @@ def steps_of(learn): return [learn.opt.state[p].get('step', 0) for p in learn.mo
 def test_a_layer_without_a_gradient_waits_for_its_first():
     "That steps have been tried as one, and could not, is no gradient of zeros"
     agrees(lambda: (dict(model=Sometimes(), opt_func=Adam), steps_of), 'draws random numbers on the host')
+
+# --- what a hook of fastai's keeps
+
+class Activations(Callback):
+    def __init__(self, hook): self.hook,self.seen = hook,[]
+    def after_batch(self): self.seen.append(L(self.hook.stored)[0].mean().item())
+
+@pytest.mark.parametrize('hooked', [lambda m: hook_output(m[0]), lambda m: hook_outputs([m[0]])], ids='one several'.split())
+def test_after_batch_looks_at_a_hook_of_fastai(hooked):
+    def story():
+        model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+        cb = Activations(hooked(model))
+        return dict(model=model, cbs=cb),lambda learn: cb.seen
+    agrees(story, 'Activations may look at')

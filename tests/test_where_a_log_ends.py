@@ -168,6 +168,18 @@ def a_class_of_tensors_of_the_users():
         cb.learn.pred = cb.pred.as_subclass(Louder).tanh().as_subclass(torch.Tensor)
     return hooked(after_pred=after_pred)
 
+@story('run code of Heard')
+def a_class_of_tensors_that_counts():
+    "Nobody but the user's code calls torch with it"
+    class Heard(torch.Tensor):
+        n = 0
+        @classmethod
+        def __torch_function__(cls, f, types, args=(), kwargs=None):
+            cls.n += 1
+            return super().__torch_function__(f, types, args, kwargs or {})
+    def after_pred(cb): cb.learn.pred = cb.pred.as_subclass(Heard).tanh().as_subclass(torch.Tensor)*(1+Heard.n/50)
+    return hooked(after_pred=after_pred) | dict(see=lambda l: Heard.n)
+
 gain = 1.
 @torch.library.custom_op('fastai_xla_tests::louder', mutates_args=())
 def louder(x: torch.Tensor) -> torch.Tensor: return x*gain

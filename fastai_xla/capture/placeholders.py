@@ -246,11 +246,10 @@ def give(self:Log,
 @patch
 def ended(self:Log):
     "A step that was traced has ended: who holds placeholders of its calls gets the values; its calls are kept, or forgotten"
-    for i,c in enumerate(map(sys.getrefcount, self.miss.given)):
-        if c <= 3: continue
+    for i in [i for i,c in enumerate(map(sys.getrefcount, self.miss.given)) if c > 3]:
         t = self.miss.made[i]
-        flags = flags_of(t)
-        self.renew(i, t.detach(), t.grad if flags and (flags[1] or t.retains_grad) else None)   # torch warns where another is asked
+        with torch._C.DisableTorchFunctionSubclass(): left = t.detach(),grad_of(t)   # of which a class of the user's would hear
+        self.renew(i, *left)
     self.tidy(self.miss.given)
     if self.path: self._check_results()
     if self.miss.refused: return self.prune()
@@ -269,7 +268,8 @@ def _check_results(self:Log):
         want.update((o, k.grad if type(k) is Kind else k.requires_grad) for o,k in (*new, *n.answer.turned))
         line.update((o, n.template.line) for o,_ in new)
         cls.update((o, k.cls) for o,k in zip(n.answer.new, n.answer.kinds))
-    for i,flags in enumerate(map(flags_of, self.objs)):
+    with torch._C.DisableTorchFunctionSubclass(): now = [flags_of(t) for t in self.objs]
+    for i,flags in enumerate(now):
         if type(self.objs[i]) is not cls[i]: return self.refuse(f"what is computed at {line[i]} is given another class")
         if flags and flags[0] and not want[i]:
             return self.refuse(f"what is computed at {line[i]} is given a graph by code that is not seen there, "

@@ -161,7 +161,6 @@ class Given:
 _parts = "a result that is held shares memory with others in a way that is not known"
 def _memory(t): return t.untyped_storage()._cdata
 def _as_laid(a, b): return all(f(a) == f(b) for f in (T.size, T.stride, T.storage_offset)) and a.dtype == b.dtype and not a.requires_grad
-def _has_grad(t): return (f := flags_of(t)) and (f[1] or t.retains_grad) and t.grad is not None
 
 class StepLeft:
     "What a step leaves behind: names of results of its graph, or of tensors that it was given"
@@ -179,7 +178,7 @@ class StepLeft:
         self.escapes = {o: root(env[o]) for o in sorted(escaped)}
         before = {name for name,_ in self.updated}.intersection(self.escapes.values())   # of a tensor that has other data by now
         with torch.no_grad(): self.escapes |= {o: root(env[o].clone()) for o,v in self.escapes.items() if v in before}
-        self.held_grads = {o: root(env[o].grad) for o in sorted(escaped) if _has_grad(env[o])}
+        self.held_grads = {o: root(env[o].grad) for o in sorted(escaped) if grad_of(env[o]) is not None}
         self.ties = {o: v for o,v in ties(path, env, escaped).items() if v[0] is None or v[0] < 0 or root(env[v[0]]) != self.escapes[o]}
         if any(i is None for i,_ in self.ties.values()): raise Refused(_parts)
         self.bases = {i: root(env[i]) for i,_ in self.ties.values() if i >= 0}
