@@ -80,7 +80,8 @@ def _tell_singly(self:Replay, why) -> bool: # Is there a reason?
 @patch
 def singly(self:Replay) -> bool:
     "Are the steps from here on run one by one? Where that is not known before their batches are read, a warning tells"
-    return self.fit.failed[self.learn.training] >= 4 or self._tell_singly(self._singly())
+    fit = self.fit
+    return self._tell_singly(fit.reason if fit.failed[self.learn.training] >= 4 else self._singly())
 
 # %% ../nbs/api/06bc_several.ipynb #06bc0007
 _by_turns = "draw random numbers after each of them, as the items of its DataLoader do"

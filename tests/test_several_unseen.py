@@ -8,7 +8,7 @@ def fitted(story, n=2, **to):
     for seed in (torch.manual_seed, np.random.seed, random.seed, manual_seed): seed(3)
     kwargs,see = story()
     model = kwargs.pop('model', None) or nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
-    learn = Learner(data(), model, loss_func=F.mse_loss, **kwargs)
+    learn = Learner(data(), model, **dict(loss_func=F.mse_loss) | kwargs)
     if to: learn.to_xla(**to)
     with warnings.catch_warnings(record=True) as told, learn.no_bar(), learn.no_logging():
         warnings.simplefilter('always')
@@ -69,7 +69,7 @@ class Looks(torch.optim.Optimizer):
 
 @pytest.mark.parametrize('opt,k,why', [(Counts, 'k', "changes 'k'"), (Decays, 'weight_decay', "changes 'weight_decay'"),
                                        (torch.optim.SGD, 'lr', None), (Averages, 'lr', None),
-                                       (Looks, 'sizes', None)])
+                                       (Looks, 'sizes', 'holds other things after the step')])
 def test_an_optimizer_that_changes_numbers_of_its_groups(opt, k, why): agrees(with_opt(opt, k), why)
 
 def test_state_of_an_optimizer_is_put_back():

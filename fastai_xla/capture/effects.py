@@ -116,6 +116,7 @@ def _effect_of_code(frame):
     "The same for what a Python function stores"
     if _is_hook(frame): return 'is a hook of the backward pass, run'
     code,was,found = frame.f_code,None,list(dis.get_instructions(frame.f_code))
+    if 'cache_info' in code.co_names: return 'asks how often a cache was asked'
     for n in _added_to(code):   # an argument, or a default
         o = frame.f_locals.get(n)
         if not isinstance(o, tuple) and _old(o, _ids()): return f'changes {n}, a {type(o).__name__}, in place'
@@ -178,6 +179,7 @@ def no_effects(
             if frame.f_code is _import: return imports.append(frame)
             if frame.f_code is _call: reads and reads.called(frame.f_locals['self'])
             if _is_user(frame):
+                if reads and reads.fills(frame.f_code): note(frame, 'fills a `functools.lru_cache`')
                 if frame.f_code not in seen or _is_hook(frame): note(frame, _effect_of_code(frame))
                 seen.add(frame.f_code)
                 try: reads and reads.see(frame)

@@ -23,7 +23,8 @@ from fastcore.all import *
 
 from ..runtime import *
 from ..graphs import *
-from .state import Kept, Refused, checksum, content
+from .alive import *
+from .state import Kept, Refused, checksum, content, fill
 from .effects import is_library
 from .names import *
 from .watch import of_batch
@@ -60,9 +61,7 @@ def _put_back(v, was):
     elif isinstance(v, np.ndarray): v[...] = was
     elif isinstance(v, bytearray): v[:] = was
     elif isinstance(v, _bytes): memoryview(v).cast('B')[:] = was
-    elif was is not None:
-        v.clear()
-        (v.update if isinstance(v, (dict, set)) else v.extend)(was)
+    elif was is not None: fill(v, was)
 
 # %% ../../nbs/api/05f_capture.reads.ipynb #05f0d001
 class _Same:
@@ -76,6 +75,8 @@ def _items(v):
     return list(v.values()) if isinstance(v, dict) else list(v) if isinstance(v, _lists) else []
 
 # %% ../../nbs/api/05f_capture.reads.ipynb #95295532
+def _is_cache(f): return is_cached(f) and not is_library(f.__module__ or '')
+
 class Reads:
     "What the user's functions have read within a step"
     def __init__(self,
@@ -156,6 +157,13 @@ def _has(self:Reads, v, code, depth=0):
         if isinstance(o, (type, ModuleType)): self._has(o, code, depth+1)   # as of `torch.nn.functional`
 
 @patch
+def fills(self:Reads,
+    code, # Of a function that is called
+) -> bool:
+    "Does it run as `functools.lru_cache` has no result of it yet?"
+    return any(f.__wrapped__.__code__ is code for f,_ in self.caches.values() if _is_cache(f))
+
+@patch
 def returned(self:Reads,
     v, # What a function has returned to one of the user's
     code, # Of the latter
@@ -182,6 +190,7 @@ def _walk(self:Reads, v, code, path, depth=0):
     self._has(v, code)
     if isinstance(v, torch.Tensor): return
     if hasattr(v, 'cache_info'): self.caches.setdefault(id(v), (v, v.cache_info().currsize))
+    for o in cached_by(v) if _is_cache(v) else (): self._read({'': o}, '', code, f'what {v.__name__} gives', o)
     for o in _items(v)[:1000]:
         self._refuse(o, path)
         self._walk(o, code, path, depth+1)
