@@ -57,8 +57,10 @@ def _may_change(cb):
     return not known and acts(cb, ('before_batch', 'after_batch'))
 
 _folds = (ParamScheduler, MixedPrecision, CastToTensor)   # their `before_batch` does not look at the batch, or is traced with it
+def _is_folded(cb): return isinstance(cb, _folds) and is_known(vars(cb).get('before_batch', type(cb).before_batch))
+
 def _looks(cb):
-    return (acts(cb, ('before_batch',)) and not isinstance(cb, _folds) and not mixes(cb) and cb is not cb.learn.xla_opt
+    return (acts(cb, ('before_batch',)) and not _is_folded(cb) and not mixes(cb) and cb is not cb.learn.xla_opt
             and not (isinstance(cb, GatherPredsCallback) and not cb.with_input))
 
 # %% ../nbs/api/06aa_learner_step.ipynb #06aa0002

@@ -28,6 +28,7 @@ from .learner_step import _looks
 from .replay import *
 from .unknown import own_batch
 from .reach import *
+from .chance import *
 from .patching import patch
 
 # %% ../nbs/api/06bc_several.ipynb #06bc0006

@@ -19,7 +19,7 @@ from ..runtime import *
 from ..graphs import *
 from ..shared import *
 
-# %% ../../nbs/api/05aa_capture.alive.ipynb #d992e8b1
+# %% ../../nbs/api/05aa_capture.alive.ipynb #05aa0a05
 def is_dead(
     t:torch.Tensor, # XLA tensor
 ):
@@ -27,6 +27,7 @@ def is_dead(
     try: buffers([t])
     except RuntimeError: return True
 
+# %% ../../nbs/api/05aa_capture.alive.ipynb #d992e8b1
 def _classes(cls): return [cls, *(c for o in type.__subclasses__(cls) for c in _classes(o))]
 
 @contextmanager

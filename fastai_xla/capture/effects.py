@@ -179,7 +179,6 @@ def no_effects(
             if frame.f_code is _import: return imports.append(frame)
             if frame.f_code is _call: reads and reads.called(frame.f_locals['self'])
             if _is_user(frame):
-                if reads and reads.fills(frame.f_code): note(frame, 'fills a `functools.lru_cache`')
                 if frame.f_code not in seen or _is_hook(frame): note(frame, _effect_of_code(frame))
                 seen.add(frame.f_code)
                 try: reads and reads.see(frame)

@@ -35,6 +35,7 @@ _lists = (list, tuple, set, frozenset, deque, L)
 _draws = (random.Random, np.random.Generator, np.random.RandomState, np.random.BitGenerator, torch.Generator)
 _bytes = bytearray, memoryview, array, ctypes.Array
 _missing = object()
+_fills = "{} fills a `functools.lru_cache` within the step, which nobody would do again"
 
 def _get(d, k):
     if isinstance(d, (dict, MappingProxyType)): return d.get(k, _missing)
@@ -64,6 +65,8 @@ def _put_back(v, was):
     elif was is not None: fill(v, was)
 
 # %% ../../nbs/api/05f_capture.reads.ipynb #05f0d001
+def _is_cache(f): return is_cached(f) and not is_library(f.__module__ or '')
+
 class _Same:
     "Many things, which are compared by identity, and held so that no others get their ids"
     def __init__(self, os): self.os = os
@@ -75,8 +78,6 @@ def _items(v):
     return list(v.values()) if isinstance(v, dict) else list(v) if isinstance(v, _lists) else []
 
 # %% ../../nbs/api/05f_capture.reads.ipynb #95295532
-def _is_cache(f): return is_cached(f) and not is_library(f.__module__ or '')
-
 class Reads:
     "What the user's functions have read within a step"
     def __init__(self,
@@ -99,6 +100,7 @@ class Reads:
                and not (isinstance(v, torch.Tensor) and (n not in code.co_freevars or is_xla(v)))}
         if (key := (code, *map(id, own.values()))) in self._seen: return
         self._seen.add(key)
+        if any(f.__wrapped__.__code__ is code for f,_ in self.caches.values() if _is_cache(f)): raise Refused(_fills.format(code.co_name))
         self._alive.append(own)   # so that nothing else gets these ids
         self.codes.add(code)
         self.asked.setdefault(code, set() if code.co_name in comprehensions else set(code_names(code).reads - library_names))
@@ -155,13 +157,6 @@ def _has(self:Reads, v, code, depth=0):
     if not isinstance(v, ModuleType) or depth > 3: return
     for o in [vars(v).get(n) for n in found]:
         if isinstance(o, (type, ModuleType)): self._has(o, code, depth+1)   # as of `torch.nn.functional`
-
-@patch
-def fills(self:Reads,
-    code, # Of a function that is called
-) -> bool:
-    "Does it run as `functools.lru_cache` has no result of it yet?"
-    return any(f.__wrapped__.__code__ is code for f,_ in self.caches.values() if _is_cache(f))
 
 @patch
 def returned(self:Reads,

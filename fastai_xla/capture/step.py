@@ -91,14 +91,7 @@ class Trace:
         flags = _flags(p for p,*_ in self.memory.params)
         try:
             outs = self._steps(fn, numbers, no_effects(self.reads) if watched else nullcontext())
-            self.given += buffers(self.draws.sent)
-            self.n_draws = n_draws(self.seeds[-1], rng_state())
-            c = xla_counts() - c0
-            if c.fallbacks: raise Refused(f"operators without an XLA kernel run on the CPU: {', '.join(c.fallbacks)}")
-            if c.executions or c.to_host: raise Refused("the value of a tensor is read within the step")
-            same = all(d.keys() == was.keys() for d,was in self.memory.held)   # to look through all places takes long
-            self._changed(before, before if same else places(), numbers)
-            self._sort_inputs(self._collect(outs))
+            self._look(outs, places, before, numbers, xla_counts() - c0)
             then(self)
         except BaseException:
             _put_flags(flags)   # else an optimizer would take a gradient that has never been for zeros
@@ -110,6 +103,18 @@ class Trace:
             self.memory.kept = None
             if self.graph: self.graph.release()
             drop_pending()
+
+# %% ../../nbs/api/05g_capture.step.ipynb #05g0f1a7
+@patch
+def _look(self:Trace, outs, places, before, numbers, c):
+    "What the steps have drawn and changed"
+    self.given += buffers(self.draws.sent)
+    self.n_draws = n_draws(self.seeds[-1], rng_state())
+    if c.fallbacks: raise Refused(f"operators without an XLA kernel run on the CPU: {', '.join(c.fallbacks)}")
+    if c.executions or c.to_host: raise Refused("the value of a tensor is read within the step")
+    same = all(d.keys() == was.keys() for d,was in self.memory.held)   # to look through all places takes long
+    self._changed(before, before if same else places(), numbers)
+    self._sort_inputs(self._collect(outs))
 
 # %% ../../nbs/api/05g_capture.step.ipynb #5a3c7001
 @patch
