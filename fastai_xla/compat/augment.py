@@ -11,6 +11,7 @@ __all__ = ['apply_perspective', 'mask_tensor', 'inside', 'encodes', 'cutout_gaus
 import random, warnings
 from copy import copy
 from functools import partial
+from itertools import takewhile
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -103,13 +104,22 @@ _of_others = ("a random crop of a {0} is not recorded: where it begins is drawn 
 # %% ../../nbs/api/04i_compat.augment.ipynb #04100005
 _crops = WeakKeyDictionary()   # transform -> where its last crop begins, and its size
 
+def _is_ours(f): return (getattr(f, '__module__', None) or '').startswith(('fastai.', 'fastai_xla.'))
+def _has_own_code(tfm, cls):
+    "Is a part of `tfm`, a `cls`, the user's, and goes by what fastai's `before_call` leaves in attributes?"
+    above = takewhile(lambda c: c is not cls, type(tfm).__mro__)
+    given = [m.implementation for m in getattr(cls.encodes, 'methods', ())]
+    return any(not vars(c).keys().isdisjoint(_of_call) for c in above) or not all(map(_is_ours, given))
+
+_of_call = 'before_call', 'encodes', '_encode', '__call__'
+
 def _size_of(b): return _size_of(b[0]) if isinstance(b, (tuple, list)) else b.shape[-2:]
 def _is_on_xla(b): return _is_on_xla(b[0]) if isinstance(b, (tuple, list)) else is_xla(b)
 
 @patch
 def before_call(self:RandomResizedCropGPU, b, split_idx):
     "Draw where the crop begins, and its size"
-    if self.size is None or not _is_on_xla(b): return self._under_before_call(b, split_idx)
+    if self.size is None or not _is_on_xla(b) or _has_own_code(self, RandomResizedCropGPU): return self._under_before_call(b, split_idx)
     size,self.do = _size_of(b),True
     def draw():
         crop = copy(self)   # attributes that change would be another step
@@ -121,7 +131,7 @@ def before_call(self:RandomResizedCropGPU, b, split_idx):
 @patch
 def _encode(self:RandomResizedCropGPU, x, mode):
     if is_xla(x) and self.size is None: warnings.warn(_no_size)
-    if self.size is None or not is_xla(x): return self._under__encode(x, mode)
+    if self.size is None or not is_xla(x) or self not in _crops: return self._under__encode(x, mode)
     if not isinstance(x, (TensorImage, TensorMask)) or theirs(RandomResizedCropGPU, '_encode'):
         if tracing_draws(): raise RuntimeError(_of_others.format(type(x).__name__))
         crop = copy(self)
@@ -149,7 +159,7 @@ _wanted = WeakKeyDictionary()   # transform -> is anything to be erased in this 
 @patch
 def before_call(self:RandomErasing, b, split_idx):
     "This function can be overridden. Set `self.do` based on `self.p`"
-    if not _is_on_xla(b): return self._under_before_call(b, split_idx)
+    if not _is_on_xla(b) or _has_own_code(self, RandomErasing): return self._under_before_call(b, split_idx)
     size,self.do = _size_of(b),True
     def draw():
         coin = copy(self)

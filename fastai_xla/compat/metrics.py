@@ -16,7 +16,7 @@ from weakref import WeakSet
 import torch
 from fastcore.all import *
 from fastai.learner import AvgLoss, AvgMetric, AvgSmoothLoss
-from fastai.metrics import AccumMetric, Dice, DiceMulti, JaccardCoeff, JaccardCoeffMulti, LossMetric, foreground_acc
+from fastai.metrics import AccumMetric, Dice, DiceMulti, LossMetric, foreground_acc
 
 from ..runtime import *
 from ..transfer import *
@@ -45,21 +45,22 @@ def accumulate(self:DiceMulti, learn):
     self._counts.append(_overlap(learn, self.axis, torch.arange(learn.pred.shape[self.axis], device=learn.pred.device)))
 
 def _add_up(met):
-    "Add the counts of all batches to `inter` and `union`, as fastai would have at each batch"
-    for c in fetch(met.__dict__.get('_counts', [])):
+    "Add the counts of all batches so far to `inter` and `union`, as fastai would have at each batch"
+    counts,met._counts = met.__dict__.get('_counts'),[]
+    for c in fetch(counts) if counts else ():
         if isinstance(met.inter, dict):
             for i,(inter,union) in enumerate(c.tolist()): met.inter[i],met.union[i] = met.inter.get(i, 0)+inter,met.union.get(i, 0)+union
         else: met.inter,met.union = met.inter+c[0,0].item(),met.union+c[0,1].item()
-    met._counts = []
-    return met
 
-def _with_counts(cls):
-    value = getattr(cls.value.fget, '_orig', cls.value.fget)
-    def _inner(self): return value(_add_up(self))
-    _inner._orig = value
-    cls.value = property(_inner)
+def _total(name):
+    "An attribute that is right whenever it is read, as in the `value` of a subclass"
+    def get(self):
+        _add_up(self)
+        if name not in self.__dict__: raise AttributeError(name)
+        return self.__dict__[name]
+    return property(get, lambda self, v: self.__dict__.update({name: v}))
 
-for _c in (Dice, DiceMulti, JaccardCoeff, JaccardCoeffMulti): _with_counts(_c)
+for _c in (Dice, DiceMulti): _c.inter,_c.union = _total('inter'),_total('union')
 
 # %% ../../nbs/api/04k_compat.metrics.ipynb #c1c7dc7c
 def _foreground_acc(inp, targ, bkg_idx=0, axis=1):

@@ -22,15 +22,18 @@ from .augment import inside
 from ..patching import patch
 
 # %% ../../nbs/api/04j_compat.mixup.ipynb #fd1a2b7a
+_rand_bbox = CutMix.rand_bbox
+def _cuts_as_fastai(cb): return type(cb).rand_bbox is _rand_bbox and 'rand_bbox' not in vars(cb)
+
 @patch(stands_in=True)
 def before_batch(self:CutMix):
     "Add `rand_bbox` patches with size based on `lam` and location chosen randomly."
-    if not is_xla(self.x): return self._under_before_batch()
+    if not is_xla(self.x) or not _cuts_as_fastai(self): return self._under_before_batch()
     bs,_,H,W = self.x.size()
     def draw():
         lam = self.distrib.sample((1,))
         shuffle = torch.randperm(bs)
-        x1,y1,x2,y2 = map(int, CutMix.rand_bbox(SimpleNamespace(x=lam), W, H, lam))
+        x1,y1,x2,y2 = map(int, _rand_bbox(SimpleNamespace(x=lam), W, H, lam))
         return [shuffle, torch.tensor([x1, y1, x2, y2]), torch.tensor([1 - (x2-x1)*(y2-y1)/float(W*H)])]
     shuffle,box,self.lam = drawn(draw, self.x.device)
     xb1,self.yb1 = self.x[shuffle],tuple((self.y[shuffle],))
@@ -59,4 +62,5 @@ def mixes(
 ) -> bool:
     "Does it do fastai's mixing of a batch, and no more, in `before_batch`? That is traced with the step"
     f,hears_all = getattr(type(cb), 'before_batch', None),type(cb).__call__ is not Callback.__call__
-    return f in (MixUp.before_batch, CutMix.before_batch) and not hears_all and 'before_batch' not in cb.__dict__
+    own = f is MixUp.before_batch or f is CutMix.before_batch and _cuts_as_fastai(cb)
+    return own and not hears_all and 'before_batch' not in cb.__dict__
