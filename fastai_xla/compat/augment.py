@@ -101,9 +101,8 @@ _no_size = ("Random crops without a size give each batch another shape, and XLA 
 _of_others = ("a random crop of a {0} is not recorded: where it begins is drawn for each batch, and the code that crops a {0} makes Python "
               "numbers of that, which XLA compiles into the graph; crop item by item on the host, with `item_tfms=RandomResizedCrop(size)`")
 
-# %% ../../nbs/api/04i_compat.augment.ipynb #04100005
-_crops = WeakKeyDictionary()   # transform -> where its last crop begins, and its size
-
+# %% ../../nbs/api/04i_compat.augment.ipynb #04i0c0de
+_of_call = 'before_call', 'encodes', '_encode', '__call__'
 def _is_ours(f): return (getattr(f, '__module__', None) or '').startswith(('fastai.', 'fastai_xla.'))
 def _has_own_code(tfm, cls):
     "Is a part of `tfm`, a `cls`, the user's, and goes by what fastai's `before_call` leaves in attributes?"
@@ -111,7 +110,8 @@ def _has_own_code(tfm, cls):
     given = [m.implementation for m in getattr(cls.encodes, 'methods', ())]
     return any(not vars(c).keys().isdisjoint(_of_call) for c in above) or not all(map(_is_ours, given))
 
-_of_call = 'before_call', 'encodes', '_encode', '__call__'
+# %% ../../nbs/api/04i_compat.augment.ipynb #04100005
+_crops = WeakKeyDictionary()   # transform -> where its last crop begins, and its size
 
 def _size_of(b): return _size_of(b[0]) if isinstance(b, (tuple, list)) else b.shape[-2:]
 def _is_on_xla(b): return _is_on_xla(b[0]) if isinstance(b, (tuple, list)) else is_xla(b)
