@@ -97,3 +97,20 @@ class Growing(Dice):
 def test_a_value_of_the_users(metric):
     loss = CrossEntropyLossFlat(axis=1)
     as_on_the_cpu(lambda: Learner(pictures(masks=True), nn.Conv2d(3, 2, 3, padding=1), loss_func=loss, metrics=metric()))
+
+# --- what a learning rate finder has seen
+
+class Finds(LRFinder):
+    def after_batch(self):
+        super().after_batch()
+        self.seen = [*getattr(self, 'seen', []), float(self.best_loss)]
+
+def test_a_finder_is_asked_for_its_best_loss(tmp_path):
+    def seen(on_xla):
+        set_seed(0)
+        learn = Learner(pictures(), nn.Sequential(nn.Flatten(), nn.Linear(192, 3)), loss_func=CrossEntropyLossFlat(), path=tmp_path)
+        if on_xla: learn.to_xla()
+        cb = Finds(num_it=7, stop_div=False)
+        with learn.no_bar(), learn.no_logging(): learn.fit(2, cbs=cb)
+        return [*cb.seen, float(cb.best_loss)]
+    test_close(seen(True), seen(False), 1e-4)

@@ -56,8 +56,18 @@ def after_batch(self:LRFinder):
     if self._look.due() and _cut_where_diverged(self, self._look.fetch(self.learn.recorder.losses[:-1])): raise CancelFitException()
     if self.train_iter >= self.num_it: raise CancelFitException()
 
+def _best_loss(self):
+    "Of the batches so far: nobody keeps it at each, but a subclass may ask"
+    best = vars(self)['best_loss']
+    return min([best, *fetch(self.learn.recorder.losses)]) if vars(self).get('_random') else best
+
+LRFinder.best_loss = property(_best_loss, lambda self, v: vars(self).update(best_loss=v))
+
 @patch
 def after_fit(self:LRFinder):
     "Save the hyper-parameters in the recorder if there is one and load the original model"
-    if is_xla(self.loss): _cut_where_diverged(self, fetch(self.learn.recorder.losses))
+    if is_xla(self.loss):
+        _cut_where_diverged(self, fetch(self.learn.recorder.losses))
+        self.best_loss = self.best_loss
+        self._random = []   # from here on that stands
     self._under_after_fit()
