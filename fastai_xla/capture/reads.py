@@ -35,7 +35,6 @@ _lists = (list, tuple, set, frozenset, deque, L)
 _draws = (random.Random, np.random.Generator, np.random.RandomState, np.random.BitGenerator, torch.Generator)
 _bytes = bytearray, memoryview, array, ctypes.Array
 _missing = object()
-_fills = "{} fills a `functools.lru_cache` within the step, which nobody would do again"
 
 def _get(d, k):
     if isinstance(d, (dict, MappingProxyType)): return d.get(k, _missing)
@@ -67,6 +66,11 @@ def _put_back(v, was):
 # %% ../../nbs/api/05f_capture.reads.ipynb #05f0d001
 def _is_cache(f): return is_cached(f) and not is_library(f.__module__ or '')
 
+def _stays(o):
+    "Is it a number or the like, or a tensor that nobody has changed in place?"
+    if isinstance(o, (tuple, frozenset)): return all(map(_stays, o))
+    return isinstance(o, (*_plain, type)) or isinstance(o, torch.Tensor) and o._version == 0
+
 class _Same:
     "Many things, which are compared by identity, and held so that no others get their ids"
     def __init__(self, os): self.os = os
@@ -87,9 +91,8 @@ class Reads:
         self.known = set(known)
         self.numbers = {(i, k[0] if type(k) is tuple else k) for i,k in numbers}   # one of a pair such as `betas` stands for it
         self.places,self.codes,self.caches,self._seen,self._alive = {},set(),{},set(),[]
-        self.modules = []   # that are called, wherever they are held
+        self.modules,self.more = [],set()   # that are called, wherever they are held; names that an `attrgetter` reads
         self.asked = {}   # code -> names of attributes that it reads, and nothing that has been followed has
-        self.more = set()   # names that an `attrgetter` reads
 
     def see(self,
         frame, # Of one of the user's functions, which begins
@@ -100,7 +103,7 @@ class Reads:
                and not (isinstance(v, torch.Tensor) and (n not in code.co_freevars or is_xla(v)))}
         if (key := (code, *map(id, own.values()))) in self._seen: return
         self._seen.add(key)
-        if any(f.__wrapped__.__code__ is code for f,_ in self.caches.values() if _is_cache(f)): raise Refused(_fills.format(code.co_name))
+        if any(n and _is_cache(f) and f.__wrapped__.__code__ is code for f,n in self.caches.values()): self._fills(code.co_name)
         self._alive.append(own)   # so that nothing else gets these ids
         self.codes.add(code)
         self.asked.setdefault(code, set() if code.co_name in comprehensions else set(code_names(code).reads - library_names))
@@ -132,6 +135,11 @@ def called(self:Reads,
         if b is not None and not is_xla(b): self._read(m._buffers, k, None, f'{type(m).__name__}.{k}')
 
 # %% ../../nbs/api/05f_capture.reads.ipynb #3e3ebd10
+@patch
+def _fills(self:Reads, name):
+    "To forget what the step adds to a cache is to forget all that it keeps"
+    raise Refused(f"{name} fills a `functools.lru_cache` within the step, which nobody would do again")
+
 @patch
 def _refuse(self:Reads, v, path):
     if _moves(v):
@@ -262,7 +270,9 @@ def restore(self:Reads) -> str: # The first such place; empty if there is none
             if isinstance(d, dict): d.pop(k, None) if v is _missing else d.update({k: v})
             else: delattr(owner, k) if v is _missing else setattr(owner, k, v)   # of a class, or of an object with `__slots__`
     for f,n in self.caches.values():
-        if f.cache_info().currsize != n: f.cache_clear()   # it may hold tensors of the trace
+        if f.cache_info().currsize == n: continue
+        if not found and _is_cache(f) and not all(map(_stays, cached_by(f))): found = f'what {f.__name__} gives'
+        f.cache_clear()   # it may hold tensors of the trace
     return found
 
 # %% ../../nbs/api/05f_capture.reads.ipynb #f0f14472
