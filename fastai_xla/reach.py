@@ -265,7 +265,8 @@ def _metrics_change_step(learn):
 def _metrics_look(learn):
     "May a metric of the user's look at the model or its optimizer, which are those after the last step by the time it accumulates a batch?"
     rec = learn.recorder
-    own = [m for m in (rec.smooth_loss, *(learn.metrics if rec.train_metrics else ())) if _is_own(type(m))]
+    mets = learn.metrics if getattr(rec, 'train_metrics', False) else ()   # a package's recorder may have others
+    own = [m for m in (getattr(rec, 'smooth_loss', None), *mets) if _is_own(type(m))]
     runs = [run_by([(m.accumulate, type(m))], list(vars(m).values())) for m in own]
     if any(not {'model', 'opt'}.isdisjoint(named) for found,_ in runs for _,named in found): return True
     those = set(map(id, learn.model.modules()))

@@ -138,7 +138,7 @@ def called(self:Reads,
 @patch
 def _fills(self:Reads, name):
     "To forget what the step adds to a cache is to forget all that it keeps"
-    raise Refused(f"{name} fills a `functools.lru_cache` within the step, which nobody would do again")
+    raise Refused(f"{name} fills a `functools.lru_cache` within the step, which nobody would do again; call it before the fit")
 
 @patch
 def _refuse(self:Reads, v, path):

@@ -29,5 +29,5 @@ def after_batch(self:ProgressCallback):
     loss = getattr(learn, 'smooth_loss', None)
     if not is_xla(loss): return self._under_after_batch()
     self.pbar.update(learn.iter+1)
-    if not hasattr(self, '_look'): self._look = Look()   # it may have been added within a fit, as by `no_bar`
+    if '_look' not in vars(self): self._look = Look()   # it may have been added within a fit, as by `no_bar`
     if (seen := self._look(loss)) is not None: self.pbar.comment = f'{seen.item():.4f}'
