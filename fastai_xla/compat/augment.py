@@ -103,7 +103,7 @@ _of_others = ("a random crop of a {0} is not recorded: where it begins is drawn 
 
 # %% ../../nbs/api/04i_compat.augment.ipynb #04i0c0de
 _of_call = 'before_call', 'encodes', '_encode', '__call__'
-def _is_ours(f): return (getattr(f, '__module__', None) or '').startswith(('fastai.', 'fastai_xla.'))
+def _is_ours(f): return (getattr(f, '__module__', None) or '').startswith(('fastai.', __name__))
 def _has_own_code(tfm, cls):
     "Is a part of `tfm`, a `cls`, the user's, and goes by what fastai's `before_call` leaves in attributes?"
     above = takewhile(lambda c: c is not cls, type(tfm).__mro__)
