@@ -100,7 +100,7 @@ def _read_ahead(groups, may=lambda: True):
     pool,ctx,wait = futures.ThreadPoolExecutor(1, 'fastai_xla feed', torch.set_grad_enabled, (torch.is_grad_enabled(),)),copy_context(),True
     ends,quiet = sys.is_finalizing,suppress   # names of the module are gone at the end
     def read():
-        held = python_lock.acquire(timeout=60)   # not for ever: what is traced may read a DataLoader itself
+        held = python_lock.acquire(timeout=60)   # held by whoever traces, who reads without such a thread
         try:
             with for_host(): return next(groups, None)
         finally:
@@ -284,7 +284,7 @@ def feed(
     it,may = _first(dl, it, settings)
     groups = _groups(dl, it, group, may)
     yield from next(groups, ())   # the first ones without a thread: `one_batch` and the like want no more
-    if may and ahead: yield from _read_ahead(groups, settings.hold if here else lambda: True)
+    if may and ahead and not python_lock._is_owned(): yield from _read_ahead(groups, settings.hold if here else lambda: True)
     for raws in groups:
         if group > 1 and here and dl not in in_turn: settings.hold()   # whoever asks for several at once reads ahead
         yield from raws

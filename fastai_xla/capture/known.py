@@ -147,7 +147,8 @@ class KnownModule:
 def shape_now(self:KnownModule) -> list:
     "Which attributes, modules, hooks, classes and methods there are"
     ids = [id(d[k]) for d,k in self.others]
-    return [*map(len, self.sizes), *ids, *map(type, self.ms), *(id(c.forward) for c in self.classes)]
+    plain = [_all_plain(d[k]) for d,k in self.lists]   # or does an empty cache hold tensors now?
+    return [*plain, *map(len, self.sizes), *ids, *map(type, self.ms), *(id(c.forward) for c in self.classes)]
 
 @patch
 def is_as_made(self:KnownModule) -> bool:
@@ -272,9 +273,11 @@ class KnownModules:
         return KnownModule(m) if self.not_whole.isdisjoint([*m.modules(), *classes]) and _is_whole(m) else None
 
 # %% ../../nbs/api/05j_capture.known.ipynb #df8f5b7a
+def _content(v): return id(v),*(v if isinstance(v, dict) else ()),*map(id, v.values() if isinstance(v, dict) else v)
 def _held(o):
     own,host = _own(o),[b._version for b in o._buffers.values() if b is not None and not b.is_xla]   # nobody sees a change in place there
-    return [k for k,_ in own],[v if isinstance(v, (int, float)) else id(v) for _,v in own],host
+    def of(v): return v if isinstance(v, (int, float)) else _content(v) if isinstance(v, (list, dict)) else id(v)
+    return [k for k,_ in own],[of(v) for _,v in own],host
 
 @patch
 def run(self:KnownModules,
