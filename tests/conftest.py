@@ -13,6 +13,9 @@ os.environ.setdefault('XLA_FLAGS', quick_compiles)
 # of some thousand graphs in one process, the later ones would find no address space
 os.environ.setdefault('XLA_COMPILATION_CACHE_SIZE', '128')
 
+# an `assert` of theirs that fails says what it has compared, as those of the tests do
+pytest.register_assert_rewrite('by_log', 'changes', 'feeding', 'norms', 'on_both', 'order_of_steps', 'unheard')
+
 def pytest_configure(config):
     """What the imports have made, some 600,000 objects, stays frozen
 

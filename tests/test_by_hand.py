@@ -2,7 +2,7 @@
 import re
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
-from test_log import *
+from by_log import *
 
 class ByHand(Callback):
     "A backward pass in place of the learner's"

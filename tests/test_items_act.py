@@ -1,5 +1,5 @@
 "Making an item changes what a step looks at: batches are read in turn, as fastai reads them"
-from test_order_of_steps import *
+from order_of_steps import *
 from fastai_xla.reach import items_act
 
 class Setting: w = 1.

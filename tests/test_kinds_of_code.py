@@ -1,6 +1,6 @@
 "Code as the public writes it, of kinds that other files do not have: replayed as retraced, and as on the CPU"
 import gc, weakref
-from test_log import *
+from by_log import *
 
 def half(n, k):
     m = torch.zeros(n, dtype=torch.bool)

@@ -6,7 +6,7 @@ import pytest
 from dataclasses import dataclass
 import fastai.optimizer
 import torch.nn.functional as F
-from test_order_of_steps import *
+from order_of_steps import *
 
 def net(): return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 1))
 

@@ -1,5 +1,5 @@
 "Code of many kinds in models, callbacks and optimizers that runs at every step: replayed as retraced, bit for bit, and as on the CPU"
-from test_log import *
+from by_log import *
 
 stories = {}
 def story(f):

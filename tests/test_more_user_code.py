@@ -1,6 +1,6 @@
 "More code as the public writes it: replayed as retraced, and as fastai on the CPU"
 import warnings
-from test_log import *
+from by_log import *
 from test_kinds_of_code import hooked
 
 def heard(events, fits=(2,), on=None, model=mlp, **kwargs):

@@ -1,8 +1,8 @@
 "With several steps as one: callbacks that find what they change under names they compute, or by references, and functions of schedules"
 import math, weakref
-from test_order_of_steps import *
+from order_of_steps import *
 from fastai.callback.schedule import ParamScheduler
-from test_order_of_steps import _own_state
+from order_of_steps import _own_state
 
 class Weights(Callback):
     def after_batch(self):

@@ -2,7 +2,7 @@
 
 Retraced and replayed steps, with the numbers of plain fastai on the CPU"""
 from collections import deque
-from test_log import *
+from by_log import *
 from common import image_dls, image_learner
 import fastai_xla.apart, fastai_xla.opt_callback
 

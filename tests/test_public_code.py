@@ -1,6 +1,6 @@
 "What packages and notebooks of others were found to stumble on: replayed as retraced, and as on the CPU"
 from fastai.vision.models.unet import DynamicUnet
-from test_log import *
+from by_log import *
 from test_kinds_of_code import Net, hooked, net
 
 stories = {}

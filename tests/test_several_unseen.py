@@ -1,6 +1,6 @@
 "Several steps as one, beside code that acts between them or is not seen at first: as fastai on the CPU, and as retraced"
 import ctypes, warnings
-from test_log import *
+from by_log import *
 from array import array   # in the place of fastai's
 
 def fitted(story, n=2, **to):

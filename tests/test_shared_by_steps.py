@@ -3,7 +3,7 @@ import torch
 from torch import nn
 from fastai.vision.all import *
 from fastai_xla.all import *
-from test_log import agree, counts
+from by_log import agree, counts
 
 class SAM(torch.optim.Optimizer):
     "As in davda54/sam: the old parameter becomes the new one's memory, and stays in the state"

@@ -1,5 +1,5 @@
 "Tensors that share memory follow each other, across steps that are replayed or retraced: as on the CPU"
-from test_log import *
+from by_log import *
 from test_kinds_of_code import hooked
 
 stories = {}

@@ -5,44 +5,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchvision.ops import FeaturePyramidNetwork
 from torch.utils.flop_counter import FlopCounterMode
 from fastai_xla.capture.patches import looked_at
-from test_log import *
-from test_kinds_of_code import Net, net, hooked
+from by_log import *
+from test_kinds_of_code import hooked
+from own_functions import counting, function
 
-refused,followed = {},{}
+refused = {}
 def story(why):
     "A story whose steps are refused because of `why`"
     def _add(f):
         refused[f.__name__] = f,why
         return f
     return _add
-def follows(f):
-    followed[f.__name__] = f
-    return f
 
 # --- autograd functions of the user's
-
-class Scale(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, by):
-        ctx.by = by
-        return x.clone()
-
-def function(backward): return type('Own', (Scale,), dict(backward=staticmethod(backward)))
-def counting(fn, arg):
-    "A model that counts its steps and applies `fn` with `arg` of the count"
-    def model():
-        m = Net(None)
-        m.f = lambda m, y: m.b(fn.apply(y.relu(), arg(m, count(m))))
-        return m
-    def count(m):
-        if m.training: m.n = getattr(m, 'n', 0) + 1
-        return getattr(m, 'n', 0)
-    return dict(model=model)
-
-@follows
-def a_function_that_branches_on_a_float():
-    def backward(ctx, g): return (g*3 if ctx.by > .5 else g*ctx.by), None
-    return counting(function(backward), lambda m, n: .1*(n%10))
 
 @story('given a SimpleNamespace')
 def a_function_that_is_given_settings():
@@ -198,99 +173,6 @@ def test_refused_and_named(name):
     learn = agree(f, branches=None, tol=1e-6)
     assert counts(learn)[True]['refused'] and any(why in k for k in learn.xla_opt.replay.reasons.why), learn.xla_opt.replay.reasons.why
 
-# --- what is replayed all the same
-
-@follows
-def a_margin_that_grows():
-    def loss(p, y, n=[0]):
-        n[0] += 1
-        return F.mse_loss(p, y) + F.margin_ranking_loss(p, p.roll(1, 0), y.sign(), margin=.01*n[0])
-    return dict(loss_func=lambda: partial(loss, n=[0]))
-
-@follows
-def most_batches_are_passed_over():
-    def before_batch(cb):
-        if cb.training and cb.iter%8 > 1: raise CancelBatchException
-    def after_pred(cb): cb.learn.pred = cb.pred*1.
-    return hooked(before_batch=before_batch, after_pred=after_pred)
-
-@follows
-def a_penalty_at_times():
-    def after_loss(cb):
-        if not cb.training or cb.train_iter%4: return
-        x = cb.x.detach().requires_grad_()
-        g, = torch.autograd.grad(cb.model(x).sum(), x, create_graph=True)
-        cb.learn.loss_grad = cb.loss_grad + g.pow(2).sum(1).mean()
-    return hooked(after_loss=after_loss)
-
-@follows
-def what_is_asked_twice_is_the_same():
-    "After another branch the results so far are real, and the user's code holds what it was given before"
-    def after_backward(cb):
-        p = cb.model[0].weight
-        g = p.grad
-        if cb.train_iter%4 == 3: g.mul_(2)
-        if p.grad is not g: p.grad = g*100
-    return hooked(after_backward=after_backward)
-
-def sequence(weights, n=6):
-    "Layers of a library whose weights a user's code has computed; after `n` steps they are given something else"
-    def f(m, x):
-        if m.training: m.n = getattr(m, 'n', 0) + 1
-        return weights(m, x.flip(1) if getattr(m, 'n', 0) > n else x)
-    return dict(model=lambda: Net(f, more=nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 1))))
-
-@follows
-def layers_whose_weight_is_set():
-    def weights(m, x):
-        if not hasattr(m, 'raw'):
-            m.raw = nn.Parameter(m.more[0].weight.data.clone())
-            del m.more[0]._parameters['weight']
-        m.more[0].weight = m.raw*2
-        return m.more(x)
-    def model():
-        m = sequence(weights)['model']()
-        m(torch.zeros(1, 6))
-        return m
-    return dict(model=model)
-
-@follows
-def a_teacher_of_the_same_weights():
-    def weights(m, x):
-        with torch.no_grad(): teacher = torch.func.functional_call(m.more, {n: p*.9 for n,p in m.more.named_parameters()}, (x,))
-        return m.b(x) + .3*teacher
-    return sequence(weights)
-
-@follows
-def layers_of_a_hypernetwork():
-    return sequence(lambda m, x: torch.func.functional_call(m.more, {n: p*(1+x.mean()) for n,p in m.more.named_parameters()}, (x,)))
-
-@follows
-def a_mean_of_what_the_last_step_has_left():
-    "torch_xla remembers the dtype of what a traced step has made, and the graph of a mean is another one then"
-    def after_pred(cb):
-        if cb.training and hasattr(cb, 'last'): cb.learn.pred = cb.pred + .1*cb.last.mean()
-        cb.last = cb.pred.detach()
-    return hooked(after_pred=after_pred)
-
-@follows
-def a_part_of_a_sequence_of_layers():
-    "A slice is a new module at each step"
-    return dict(model=lambda: Net(lambda m, x: m.b(m.more[:2](x)), more=nn.Sequential(nn.ReLU(), nn.Linear(16, 16), nn.ReLU())))
-
-@follows
-def rows_of_a_list():
-    def after_pred(cb):
-        i = random.sample(range(16), 4)
-        if cb.training: cb.learn.pred,cb.learn.yb = cb.pred[i],(cb.y[i],)
-    return hooked(after_pred=after_pred)
-
-@follows
-def a_compiled_loss():
-    loss = torch.compile(lambda p, y: (p-y).abs().mean() + F.mse_loss(p, y), backend='eager')
-    def after_pred(cb): cb.learn.pred = cb.pred*(1+cb.train_iter/100)
-    return hooked(after_pred=after_pred) | dict(loss_func=lambda: loss)
-
 def test_a_mode_around_a_fit_sees_each_operator():
     for story in (lambda: hooked(after_pred=lambda cb: setattr(cb.learn, 'pred', cb.pred.tanh())), dict):
         ns = []
@@ -298,16 +180,6 @@ def test_a_mode_around_a_fit_sees_each_operator():
             with Counting() as mode: _,learn = run(lambda: story() | dict(model=lambda: nn.Sequential(mlp(), nn.Tanh())), replay, n=1)
             ns.append(mode.n)
         assert ns[0] == ns[1] > 0 and learn.xla_opt.replay.fit.plain[looked_at] == 12
-
-n_traced = dict(a_function_that_branches_on_a_float=10, a_margin_that_grows=1, most_batches_are_passed_over=1, a_penalty_at_times=3,
-                what_is_asked_twice_is_the_same=2, layers_whose_weight_is_set=2, a_teacher_of_the_same_weights=2,
-                layers_of_a_hypernetwork=2, a_mean_of_what_the_last_step_has_left=2,
-                a_part_of_a_sequence_of_layers=1, rows_of_a_list=1, a_compiled_loss=1)
-
-@pytest.mark.parametrize('name,traced', n_traced.items())
-def test_replayed(name, traced):
-    learn = agree(followed[name], branches=None, tol=1e-6)
-    assert counts(learn)[True]['traced'] == traced and not counts(learn)[True]['refused']
 
 def test_one_reason_for_a_number_that_changes():
     def after_pred(cb): cb.learn.pred = torch.nn.functional.dropout(cb.pred, .01*cb.train_iter, cb.training)
@@ -335,18 +207,6 @@ def test_a_mode_of_the_users_sees_each_torch_function(inner):
     (cpu,_),(got,learn) = run(lambda: dict(model=Net), None, xla=False),run(lambda: dict(model=Net), 'auto')
     np.testing.assert_allclose(got['losses'], cpu['losses'], rtol=1e-5)
     assert any('looks at each torch function' in why for why in learn.xla_report().plain)
-
-def test_a_default_device_within_a_step_is_no_call_of_it():
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.body,self.n = mlp(),0
-        def forward(self, x):
-            self.n += 1
-            with torch.device(x.device): return self.body(x)*torch.full((1,), 1/(1+.05*self.n)) + torch.tensor([.01*self.n])
-    agree(lambda: dict(model=Net), branches=None)
-    learn = run(lambda: dict(model=Net), 'auto')[1]
-    assert not learn.xla_report().plain and counts(learn)[True]['replayed'] > 20
 
 class Fails(torch.autograd.Function):
     @staticmethod
