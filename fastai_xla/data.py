@@ -20,7 +20,6 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import numpy as np
 import torch
-from torch import nn
 from torch.utils.data import TensorDataset
 from fastcore.all import *
 from fastai.data.core import TfmdDL
@@ -30,6 +29,7 @@ from fastai.torch_core import TensorBase, apply, to_device
 from .runtime import *
 from .transfer import *
 from .seeds import for_host
+from .capture.state import not_traced
 from .draws import python_lock, host_rng, drew
 from .patching import patch
 
@@ -100,7 +100,7 @@ def _read_ahead(groups, may=lambda: True):
     pool,ctx,wait = futures.ThreadPoolExecutor(1, 'fastai_xla feed', torch.set_grad_enabled, (torch.is_grad_enabled(),)),copy_context(),True
     ends,quiet = sys.is_finalizing,suppress   # names of the module are gone at the end
     def read():
-        held = python_lock.acquire(timeout=60)   # held by whoever traces, who reads without such a thread
+        held = python_lock.acquire(timeout=60)   # not for ever: what is traced may read a DataLoader itself
         try:
             with for_host(): return next(groups, None)
         finally:
@@ -125,7 +125,7 @@ _numbers = int, float, bool, str, bytes, type(None), np.generic
 def _of_python(o):
     "Locks, files and the like, which keep a state of their own"
     library = type(o).__module__.split('.')[0] in sys.stdlib_module_names and not isinstance(o, SimpleNamespace)
-    return isinstance(o, (type, torch.Tensor, nn.Module)) or library and type(o).__module__ != '__main__'
+    return isinstance(o, (type, torch.Tensor, torch.nn.Module)) or library and type(o).__module__ != '__main__'
 
 _reading = '__getitem__ __getitems__ __iter__ __next__ __call__ encodes before_call'.split()
 
@@ -284,7 +284,7 @@ def feed(
     it,may = _first(dl, it, settings)
     groups = _groups(dl, it, group, may)
     yield from next(groups, ())   # the first ones without a thread: `one_batch` and the like want no more
-    if may and ahead and not python_lock._is_owned(): yield from _read_ahead(groups, settings.hold if here else lambda: True)
+    if may and ahead: yield from _read_ahead(groups, settings.hold if here else lambda: True)
     for raws in groups:
         if group > 1 and here and dl not in in_turn: settings.hold()   # whoever asks for several at once reads ahead
         yield from raws
@@ -293,8 +293,8 @@ def feed(
 
 @patch
 def __iter__(self:DataLoader):
+    not_traced()
     _stay_in_process(self)
-    if not feedable(self): return self._under___iter__()
-    return (b.batch() for b in feed(self))
+    return (b.batch() for b in feed(self)) if feedable(self) else self._under___iter__()
 
 _iter = DataLoader.__iter__

@@ -20,11 +20,10 @@ from .compat.learner import keeps_metrics, no_inference_mode
 from .compat.metrics import on_host
 from .compat.mixup import mixes
 from .compat.optimizer import zeros_shown
-from .draws import tracing_draws
 from .data import RawBatch, feed, feedable, in_groups
-from .capture.state import Refused
+from .capture.state import not_traced
 from .capture.values import *
-from .capture.patches import looked_at, set_aside, user_line, watched
+from .capture.patches import looked_at, set_aside, watched
 from .events import *
 from .learner_step import *
 from .replay import *
@@ -68,7 +67,7 @@ def _replaced(learn):
 @patch(stands_in=True)
 def all_batches(self:Learner):
     "Train or evaluate `self.model` on all the batches of `self.dl`"
-    if tracing_draws(): raise Refused(f'{user_line()} goes through a DataLoader within the step', again=False)
+    not_traced()
     mode = no_inference_mode() if 'xla_opt' in self.__dict__ else nullcontext()
     order = Order(self) if 'xla_opt' in self.__dict__ and feedable(self.dl) else None
     with mode, set_aside('another learner runs within the step'), r.within(order) if (r := _replay(self)) else nullcontext():

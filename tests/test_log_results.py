@@ -140,3 +140,32 @@ def test_a_branch_for_each_depth():
 def test_accumulated_gradients():
     def loss(p, y): return F.mse_loss(keep(p), y)
     agree(lambda: dict(loss_func=lambda: loss, cbs=lambda: GradientAccumulation(40)), branches=None, tol=1e-6, cpu=False)   # other outputs
+
+# --- a library's module that fills a cache
+
+caches = '''
+import torch
+from torch import nn
+
+class Biases(nn.Module):
+    "As in timm's levit: looked up once in evaluation, and forgotten by `train`"
+    def __init__(self):
+        super().__init__()
+        self.biases,self.cache = nn.Parameter(torch.linspace(-1, 1, 16)),{}
+    def train(self, mode=True):
+        if mode: self.cache = {}
+        return super().train(mode)
+    def forward(self, x):
+        if self.training: return x + self.biases.flip(0)
+        if 'flipped' not in self.cache: self.cache['flipped'] = self.biases.flip(0)
+        return x + self.cache['flipped']
+'''
+
+def with_cache():
+    scope = dict(__name__='timm.biases')
+    exec(caches, scope)
+    return nn.Sequential(nn.Linear(6, 16), scope['Biases'](), nn.ReLU(), nn.Linear(16, 1))
+
+class Doubles(Callback):
+    def after_pred(self): self.learn.pred = self.pred*2
+def test_a_module_of_a_library_fills_a_cache(): agree(lambda: dict(model=with_cache, cbs=Doubles), valid=None)

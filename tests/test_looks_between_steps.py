@@ -84,3 +84,25 @@ def test_no_bar_within_a_fit():
     learn,cb = image_learner().to_xla(),Quietly()
     learn.fit(2, cbs=cb)
     assert len(cb.seen) == 2 and hasattr(learn, 'progress')
+
+class Validates(Callback):
+    "Within a step, with a learner of its own or by hand"
+    def __init__(self): self.seen = []
+    def after_step(self):
+        if self.iter == 3: self.seen.append(self.look())
+        self.model.train()
+class ByLearner(Validates):
+    def look(self):
+        learn = Learner(self.dls, self.model, loss_func=nn.MSELoss(), cbs=[])
+        with learn.no_bar(), learn.no_logging(): return float(learn.validate()[0])
+class ByHand(Validates):
+    def look(self):
+        with torch.no_grad(): return float(sum(F.mse_loss(self.model.eval()(x.to(self.x.device)), y.to(self.x.device)) for x,y in self.dls.train))
+
+@pytest.mark.parametrize('cb', [ByLearner, ByHand])
+def test_a_dataloader_is_read_within_a_step(cb):
+    "It draws, and the thread that reads ahead would wait for whoever traces"
+    def story():
+        own = cb()
+        return dict(cbs=own),lambda learn: own.seen
+    agrees(story, 'a pass over a DataLoader')
