@@ -94,7 +94,7 @@ def _tracer(self:Recordings, left, ends):
     learn,step,start,changed = self.learn,self.step,{},[]
     def traced(j):
         if j: next_batch(learn)
-        held,parts = dict(learn.__dict__),[(d, dict(d)) for d in step.tfm_parts()]
+        held,cbs,parts = dict(learn.__dict__),[*learn.cbs],[(d, dict(d)) for d in step.tfm_parts()]
         if j == 0: start.update(held)
         was,ids = self._attrs(),self._ids_after()
         try:
@@ -109,7 +109,7 @@ def _tracer(self:Recordings, left, ends):
             for d,was in parts:   # else they would hold draws that are never computed
                 d.clear()
                 d.update(was)
-            self._check_learner(held)
+            self._check_learner(held, cbs)
             if j == len(step.batch.later):
                 learn.__dict__.update(start)
                 start.clear()   # a recording outlives the learner's optimizer
@@ -184,13 +184,17 @@ def _advances(self:Recordings):
         for m in keyed: del m.__dict__['advance']
 
 @patch
-def _check_learner(self:Recordings, held):
-    "Put the learner's attributes back, and refuse others than those of a batch to have changed"
+def _check_learner(self:Recordings, held, cbs):
+    "Put the learner's attributes and callbacks back, and refuse others than those of a batch to have changed"
     d = self.learn.__dict__
     other = [k for k in {*d, *held} if d.get(k) is not held.get(k)
              and k not in ('xb', 'yb', 'pred', 'loss', 'loss_grad', 'smooth_loss', 'to_detach')]
     d.clear()
     d.update(held)
+    if moved := [*map(id, self.learn.cbs)] != [*map(id, cbs)]:
+        getattr(self.learn.cbs, 'items', self.learn.cbs)[:] = cbs
+        for cb in cbs: cb.learn = self.learn   # `remove_cb` takes it away
+    if moved: raise Refused('callbacks come or go within the step')
     if other: raise Refused(f"a callback sets learn.{other[0]} within the step")
 
 # %% ../nbs/api/06ab_recordings.ipynb #8feccfb0

@@ -97,7 +97,8 @@ class ByLearner(Validates):
         with learn.no_bar(), learn.no_logging(): return float(learn.validate()[0])
 class ByHand(Validates):
     def look(self):
-        with torch.no_grad(): return float(sum(F.mse_loss(self.model.eval()(x.to(self.x.device)), y.to(self.x.device)) for x,y in self.dls.train))
+        self.model.eval()
+        with torch.no_grad(): return float(sum(F.mse_loss(self.model(x.to(self.x.device)), y.to(self.x.device)) for x,y in self.dls.train))
 
 @pytest.mark.parametrize('cb', [ByLearner, ByHand])
 def test_a_dataloader_is_read_within_a_step(cb):
@@ -106,3 +107,35 @@ def test_a_dataloader_is_read_within_a_step(cb):
         own = cb()
         return dict(cbs=own),lambda learn: own.seen
     agrees(story, 'a pass over a DataLoader')
+
+class Halves(Callback):
+    def after_pred(self): self.learn.pred = self.pred*.5
+class Adds(Callback):
+    def after_step(self):
+        if self.train_iter == 3: self.learn.add_cb(Halves())
+class Removes(Callback):
+    def after_step(self):
+        if self.train_iter == 3: self.learn.remove_cb(Halves)
+
+@pytest.mark.parametrize('cbs', [[Adds], [Removes, Halves]], ids=['come', 'go'])
+def test_callbacks_come_or_go_within_a_step(cbs):
+    agrees(lambda: (dict(cbs=[cb() for cb in cbs]), lambda learn: [len(learn.cbs)]), None)
+
+class Saves(Callback):
+    def __init__(self, file): self.file,self.seen = file,[]
+    def after_epoch(self):
+        self.seen.append(float(self.file.exists()))
+        self.file.unlink(missing_ok=True)
+class SavesArray(Saves):
+    def after_step(self): np.save(self.file, np.arange(3))
+class SavesNumber(Saves):
+    def after_step(self): torch.save(1, self.file)
+class SavesList(Saves):
+    def after_step(self): save_pickle(self.file, [1])
+
+@pytest.mark.parametrize('cb', [SavesArray, SavesNumber, SavesList])
+def test_a_step_writes_a_file(tmp_path, without_audits, cb):
+    def story():
+        own = cb(tmp_path/'left.npy')
+        return dict(cbs=own),lambda learn: own.seen
+    agrees(story, 'calls ')

@@ -29,6 +29,8 @@ from .state import Refused
 _libraries = {'torch', 'torch_xla', 'torchvision', 'fastai', 'fastcore', 'fastai_xla', 'numpy', 'fasttransform',
     'plum', 'beartype', 'math', 'operator', '_operator', 'itertools', 'functools', '_functools', 'collections',
     'contextlib', 'packaging', 'typing', 'types', 'abc', '_abc', 'enum', 'copy', 'dataclasses'}
+# of libraries, what writes or reads files
+_files = 'numpy.lib.npyio.', 'numpy.lib._npyio_impl.', 'torch.serialization.', 'fastcore.xtras.save_pickle', 'fastcore.xtras.load_pickle'
 _harmless = set('len isinstance issubclass getattr hasattr callable abs min max sum '
                 'any all iter next sorted id round divmod pow repr hash vars'.split())
 _changes = set('append appendleft extend extendleft insert remove pop popleft popitem '
@@ -185,8 +187,9 @@ def no_effects(
                 except Refused as e:
                     found.append(str(e))
                     raise
-            elif (frame.f_back is not None and _is_user(frame.f_back)
-                  and (called := _name_of(frame)).partition('.')[0] not in _libraries): note(frame.f_back, f'calls {called}')
+            elif frame.f_back is not None and _is_user(frame.f_back):
+                called = _name_of(frame)
+                if called.partition('.')[0] not in _libraries or called.startswith(_files): note(frame.f_back, f'calls {called}')
         elif event == 'c_call' and _is_user(frame): note(frame, _effect_of_call(res))
     gc.freeze()   # what was there before is not among `gc.get_objects()` then
     was = sys.getprofile()
