@@ -151,6 +151,8 @@ def _name_of(frame):
     f = frame.f_locals['f'] if frame.f_code in stand_ins else None
     return f'{f.__module__}.{f.__name__}' if f else f"{frame.f_globals.get('__name__', '')}.{frame.f_code.co_name}"
 
+def _may_act(called): return called.partition('.')[0] not in _libraries or called.startswith(_files)
+
 def _made(frame, res):
     "What a function returns, or the object that its `__init__` has made"
     return frame.f_locals.get(frame.f_code.co_varnames[0]) if frame.f_code.co_name == '__init__' else res
@@ -187,9 +189,8 @@ def no_effects(
                 except Refused as e:
                     found.append(str(e))
                     raise
-            elif frame.f_back is not None and _is_user(frame.f_back):
-                called = _name_of(frame)
-                if called.partition('.')[0] not in _libraries or called.startswith(_files): note(frame.f_back, f'calls {called}')
+            elif frame.f_back is not None and _is_user(frame.f_back) and _may_act(called := _name_of(frame)):
+                note(frame.f_back, f'calls {called}')
         elif event == 'c_call' and _is_user(frame): note(frame, _effect_of_call(res))
     gc.freeze()   # what was there before is not among `gc.get_objects()` then
     was = sys.getprofile()
