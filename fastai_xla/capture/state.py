@@ -77,7 +77,7 @@ class Refused(RuntimeError):
 
 def not_traced():
     "Refuse what moves on more than a trace can put back: a pass over a DataLoader draws, and that of another learner begins anew"
-    if tracing_draws(): raise Refused('a pass over a DataLoader within the step is done at each step', again=False)
+    if tracing_draws(): raise Refused('a pass over a DataLoader is made at each step; `after_batch` is outside of it', again=False)
 
 _module_attrs = frozenset(nn.Module().__dict__) - {'training'} | {'_flat_weight_refs'}   # the last, of `nn.RNNBase`, is checked by itself
 _hooks = [k for k,v in nn.Module().__dict__.items() if isinstance(v, dict) and '_hooks' in k]
