@@ -134,7 +134,7 @@ def _begun(r): return r.step.batch if r.step.batch.begun else r.begin()
 def _close(learn, r, loss):
     b,learn.replayed = r.step.batch,None
     b.open,b.raws = False,None
-    if not b.seen and learn.__dict__.get('loss') is not loss: _count_unseen(learn, r)
+    if not b.seen and learn.__dict__.get('loss') is not loss: r.count_unseen()
     b.seen = True   # or counted
 
 def _by(f, learn, i, b):
@@ -167,13 +167,14 @@ def _do_one_batch(self:Learner):
 _passed_by = ("{} runs in the place of fastai's, past `Learner._do_one_batch` of fastai_xla, within which steps are recorded: make "
               "a callback of it (`after_pred`, `before_step`, ...), or a `Learner.one_batch` that calls `self._do_one_batch()`")
 
-def _count_unseen(learn, r):
+@patch
+def count_unseen(self:Replay):
     "Count a batch that another method has done, and tell of that"
-    other = in_place(learn, '_do_one_batch') or in_place(learn, 'one_batch')
-    if not other: return   # a callback has set `learn.loss` and cancelled the batch
+    other = in_place(self.learn, '_do_one_batch') or in_place(self.learn, 'one_batch')
+    if not other: return   # a callback has set `learn.loss` and cancelled the batch, or somebody calls the events by hand
     why = _passed_by.format(other)
-    if why not in r.fit.plain: r.reasons.tell(why)
-    r.fit.plain[why] += 1
+    if why not in self.fit.plain: self.reasons.tell(why)
+    self.fit.plain[why] += 1
 
 # %% ../nbs/api/06c_loop.ipynb #5b1f09ac
 def _reading(learn, cbs):

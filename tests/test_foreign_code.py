@@ -159,3 +159,20 @@ def test_recorder_keeps_its_metrics_elsewhere(monkeypatch, prefix):
     learn = compare(lambda: learner(opt_func=SGD), fits)
     assert not plain(learn)
     assert [n for why,n in learn.xla_report().beside.items() if 'Recorder' in why] == [2*(5+2)]
+
+class DoesAllByHand(Learner):
+    "From the loop over batches on, as a published learner of detections"
+    def all_batches(self):
+        self.n_iter = len(self.dl)
+        for i,b in enumerate(self.dl): self.one_batch(i, b)
+    def one_batch(self, i, b):
+        self.iter = i
+        self._split(self._set_device(b))
+        self._with_events(self._do_one_batch, 'batch', CancelBatchException)
+    _do_one_batch = does_a_batch
+
+def test_a_class_that_does_all_by_hand_is_told():
+    "Batches are counted where the methods are not even asked by ours"
+    learn = compare(lambda: DoesAllByHand(image_dls(n=5*8, n_valid=2*8, bs=8, shuffle=False), mlp(), loss_func=CrossEntropyLossFlat(),
+                                          opt_func=SGD), fits)
+    assert passed_by(learn) == [2*(5+2)] and any('DoesAllByHand._do_one_batch' in why for why in plain(learn))
