@@ -2,7 +2,7 @@
 import subprocess, sys
 from types import SimpleNamespace
 from copy import deepcopy
-import pytest, torch
+import own_process, pytest, torch
 from fastai.vision.all import *
 from fastai.callback.all import *
 from fastai.text.all import AWD_LSTM, LMLearner, get_language_model
@@ -223,9 +223,8 @@ def make_learner():
 
 def test_cli(tmp_path):
     (tmp_path/'train.py').write_text(script)
-    (tmp_path/'run').write_text('from fastai_xla.parity.backends import parity_cli\nparity_cli()')   # as the console script does
-    res = subprocess.run([sys.executable, 'run', 'train.py', '--epochs', '2', '--backends', 'cpu,xla', '--out', 'p'],
-                         cwd=tmp_path, capture_output=True, text=True)
+    (tmp_path/'run.py').write_text('from fastai_xla.parity.backends import parity_cli\nparity_cli()')   # as the console script does
+    res = own_process.run(['-m', 'run', 'train.py', '--epochs', '2', '--backends', 'cpu,xla', '--out', 'p'], tmp_path, tmp_path)
     assert res.returncode == 0, res.stderr
     assert 'rounding' in res.stdout and (tmp_path/'p.png').stat().st_size > 1000 and len((tmp_path/'p.csv').read_text().splitlines()) == 9
     with pytest.raises(SystemExit, match='There is no file'): parity_cli(str(tmp_path/'none.py'))

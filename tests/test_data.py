@@ -228,14 +228,14 @@ def test_contract():
     assert learn.recorder.losses == other.recorder.losses
 
 def test_stress():
-    "200 batches sent while the training thread traces, runs and frees: losses, weights and every batch are those of a run without a thread"
+    "80 batches sent while the training thread traces, runs and frees: losses, weights and every batch are those of a run without a thread"
     def run():
         set_seed(3)
         sums = []
         class Sums(Callback):
             def after_batch(self):
                 if self.training: sums.append(((self.x*torch.arange(64., device=dev).view(8, 8)).sum(), self.y.sum()))
-        learn = image_learner(image_dls(n=200*16, n_valid=64), cbs=Sums()).to_xla(replay=False).remove_cb(ProgressCallback)
+        learn = image_learner(image_dls(n=80*16, n_valid=64), cbs=Sums()).to_xla(replay=False).remove_cb(ProgressCallback)
         with learn.no_logging(): learn.fit(1, 1e-2)
         return torch.stack(learn.recorder.losses),fetch(sums),fetch(learn.model.state_dict())
     switch = sys.getswitchinterval()
@@ -243,4 +243,4 @@ def test_stress():
     try: a = run()
     finally: sys.setswitchinterval(switch)
     with stock(): b = run()
-    assert len(a[0]) == 200 and same(a, b)
+    assert len(a[0]) == 80 and same(a, b)

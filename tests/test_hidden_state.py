@@ -1,6 +1,6 @@
 "State that a model keeps in its attributes, and data that is on the device already: on XLA as on the CPU"
-import subprocess, sys, warnings
-import pytest, torch
+import warnings
+import own_process, pytest, torch
 from fastai.vision.all import *
 from fastai_xla.all import *
 from fastai_xla.runtime import device, is_xla
@@ -163,7 +163,7 @@ for where in (device(), None):
     print(n, 'are on an XLA device, which a worker process cannot reach' in str(told[0].message))
 '''
 
-def test_items_on_the_device_are_not_read_by_workers():
+def test_items_on_the_device_are_not_read_by_workers(tmp_path):
     "They would wait for ever"
-    res = subprocess.run([sys.executable, '-c', workers], capture_output=True, text=True, timeout=300)
+    res = own_process.run(['-c', workers], tmp_path)
     assert res.stdout.split() == ['4', 'True']*2, res.stderr

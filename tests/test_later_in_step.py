@@ -1,8 +1,8 @@
 """What a callback changes within a step, after it has been used there, counts from the next step on
 
 Each fit as fastai on the CPU: losses, weights, and what is counted"""
-import sys, subprocess
-import pytest
+from pathlib import Path
+import own_process, pytest
 from dataclasses import dataclass
 import fastai.optimizer
 import torch.nn.functional as F
@@ -88,11 +88,12 @@ def in_place(cb):
     cb.model[2].weight = nn.Parameter(cb.model[2].weight.detach()*.5 + .01)
     cb.opt.param_lists[0][2] = cb.model[2].weight
 
-def test_a_weight_in_the_optimizers_list_of_several_steps():
+def test_a_weight_in_the_optimizers_list_of_several_steps(tmp_path):
     "It ended the process: in a process of its own"
-    code = ("import sys; sys.path.insert(0, 'tests')\nimport conftest; from test_later_in_step import *\n"
+    code = ("import conftest; from test_later_in_step import *\n"
             "agrees(lambda: learner(cbs=acting('after_step', in_place, (5,))(), model=net), [dict(steps_per_execution=3)])")
-    subprocess.run([sys.executable, '-c', code], check=True, cwd=Path(__file__).parent.parent)
+    res = own_process.run(['-c', code], tmp_path, Path(__file__).parent)
+    assert not res.returncode, res.stderr
 
 # --- a class method of an autograd function, and a batch that a callback does by itself
 
