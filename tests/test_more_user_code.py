@@ -1,5 +1,5 @@
 "More code as the public writes it: replayed as retraced, and as fastai on the CPU"
-import warnings
+import cProfile, pstats, warnings
 from by_log import *
 from test_kinds_of_code import hooked
 
@@ -265,3 +265,19 @@ def test_what_an_autograd_function_draws_on_the_host(f, line):
     test_close(cpu[0], replayed[0], eps=1e-4)
     assert draws[0] == draws[1] == draws[2]
     assert re.search(rf'{line} at .*, line \d+ draws random numbers on the host', str(learn.xla_report().plain))
+
+# --- a profiler, as of `%prun`, which Python tells of calls as it tells us
+
+def test_a_fit_is_profiled():
+    "Up to Python 3.11 it was an error: a profiler in C is no function that can be put back"
+    def own(p, t): return F.mse_loss(p, t)
+    def losses(run):
+        torch.manual_seed(0)
+        random.seed(0)   # which shuffles
+        learn = Learner(data(), mlp(), loss_func=own).to_xla()
+        with learn.no_bar(), learn.no_logging(): run(learn.fit, 2, 1e-2)
+        return list(map(float, learn.recorder.losses))
+    profile = cProfile.Profile()
+    assert losses(profile.runcall) == losses(lambda f, *args: f(*args))
+    names = {name for _,_,name in pstats.Stats(profile).stats}
+    assert 'own' in names and sys.getprofile() is None

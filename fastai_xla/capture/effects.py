@@ -161,6 +161,19 @@ _call = nn.Module._call_impl.__code__   # runs whenever a module is called
 def _is_hook(frame): return frame.f_back is not None and frame.f_back.f_code is _engine_run_backward.__code__
 _import = importlib._bootstrap._find_and_load.__code__   # whenever one is imported that was not
 
+# %% ../../nbs/api/05d_capture.effects.ipynb #9d8a95e1
+@contextmanager
+def _told(watch):
+    "Python tells `watch` of each call of this thread within the block"
+    was = sys.getprofile()
+    in_c = was is not None and not callable(was)
+    if in_c and hasattr(was, 'disable'): was.disable()   # it ends calls that it would take later ones for
+    sys.setprofile(watch)
+    try: yield
+    finally:
+        sys.setprofile(None if in_c else was)
+        if in_c and hasattr(was, 'enable'): was.enable()
+
 # %% ../../nbs/api/05d_capture.effects.ipynb #9d8a95ec
 @contextmanager
 def no_effects(
@@ -193,11 +206,9 @@ def no_effects(
                 note(frame.f_back, f'calls {called}')
         elif event == 'c_call' and _is_user(frame): note(frame, _effect_of_call(res))
     gc.freeze()   # what was there before is not among `gc.get_objects()` then
-    was = sys.getprofile()
-    sys.setprofile(watch)
-    try: yield
+    try:
+        with _told(watch): yield
     finally:
-        sys.setprofile(was)
         if reads: reads.forget_new(_ids())
         gc.unfreeze()
         if found: raise Refused(found[0])
@@ -206,12 +217,10 @@ def no_effects(
 @contextmanager
 def hooks_run(): # Yields a list
     "The user's functions that the backward pass calls within the block: for each where it stands"
-    found,was = [],sys.getprofile()
+    found = []
     def watch(frame, event, _):
         if event == 'call' and _is_hook(frame) and _is_user(frame): found.append(_place(frame))
-    sys.setprofile(watch)
-    try: yield found
-    finally: sys.setprofile(was)
+    with _told(watch): yield found
 
 # %% ../../nbs/api/05d_capture.effects.ipynb #9b2d4c02
 def rewrites(
