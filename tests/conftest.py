@@ -39,11 +39,12 @@ def pytest_configure(config):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item, nextitem):
-    "What a module and its imports leave is frozen too: with 100,000 objects more, small fits took half as long again"
+    """A learner that is done with goes, and what a module and its imports leave is frozen too
+
+    With the tensors of fifty learners, torch_xla took 2 ms more for each graph; with 100,000 objects more, small fits took half as long again"""
     res = yield
-    if nextitem is None or nextitem.module is not item.module:
-        gc.collect()
-        gc.freeze()
+    gc.collect()
+    if nextitem is None or nextitem.module is not item.module: gc.freeze()
     return res
 
 def pytest_collection_modifyitems(items):
