@@ -14,9 +14,8 @@ from types import ModuleType
 from fastcore.all import *
 
 from .events import *
-from .events import _is_own, _walk
+from .events import _is_own
 from .reach import *
-from .reach import _makers
 
 # %% ../nbs/api/06aad_chance.ipynb #89a1184f
 _draws = {*'''random randrange randint uniform gauss choice choices sample shuffle rand randn normal permutation randperm beta betavariate
@@ -35,10 +34,10 @@ def _drawn_from(named):
     return _of_chance & {_root(o) for found in named.values() for o in found} | in_place or _of_chance
 
 def may_draw(
-    dl, # `DataLoader`
+    makers:list, # `makers_of` a `DataLoader`
 ) -> set: # Of `random`, `numpy` and `torch`
     "Libraries of whose random numbers code of the user's that makes items may draw"
-    found = chain.from_iterable(named for _,named in _walk(_makers(dl)))
+    found = chain.from_iterable(named for _,named in makers)
     return set().union(*(_drawn_from(named) for f,named in found if _is_own(getattr(f, 'func', f))))
 
 def draws_after(

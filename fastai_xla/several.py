@@ -37,7 +37,9 @@ class Order:
     def __init__(self,
         learn:Learner, # Learner at the start of a pass over `learn.dl`
     ):
-        self.reached,self.act,self.draws = reaches_items(learn),items_act(learn),may_draw(learn.dl)
+        makers = makers_of(learn.dl)
+        self.reached,self.act = reaches_items(learn, makers),items_act(learn, makers)
+        self.draws = may_draw(makers)
         (in_turn.add if self.reached or self.act or self.draws else in_turn.discard)(learn.dl)
 
 @patch

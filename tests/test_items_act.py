@@ -1,6 +1,6 @@
 "Making an item changes what a step looks at: batches are read in turn, as fastai reads them"
 from order_of_steps import *
-from fastai_xla.reach import items_act
+from fastai_xla.reach import items_act, makers_of
 
 class Setting: w = 1.
 class Sets(Items):
@@ -49,4 +49,4 @@ class Loads(Items):
 def test_an_item_that_changes_nothing_else_is_read_ahead(cls):
     learn = learner(partial(setting, cls))[0].to_xla()
     learn.dl = learn.dls.train
-    assert not items_act(learn)
+    assert not items_act(learn, makers_of(learn.dl))
