@@ -8,7 +8,7 @@ def result(code, tmp_path):
     assert res.returncode == 0, res.stderr[-2000:]
     return res.stdout.splitlines()[-1]
 
-@pytest.mark.parametrize('part', range(6))
-def test_as_on_the_cpu(part, tmp_path): assert result(f'wrong({part}, 6)', tmp_path) == '{}'
+@pytest.mark.parametrize('part', range(2))
+def test_as_on_the_cpu(part, tmp_path): assert result(f'wrong({part}, 2)', tmp_path) == '{}'
 
 def test_a_fault_is_found(tmp_path): assert result('planted()', tmp_path) == '(True, None)'
