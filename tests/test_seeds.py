@@ -26,11 +26,11 @@ class Net(nn.Module):
 def library_model(f=None): return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Dropout(.5), nn.Linear(16, 2))
 
 def fitted(cb=None, f=None, model=Net, seed=9, **kwargs):
-    "A learner after three epochs from a seed, its weights, and where its random numbers go on"
+    "A learner after two epochs from a seed, its weights, and where its random numbers go on"
     set_seed(7)
     learn = Learner(dls(), model(f), loss_func=CrossEntropyLossFlat(), opt_func=Adam).to_xla(**kwargs)
     set_seed(seed)
-    with learn.no_logging(), learn.no_bar(): learn.fit(3, 1e-2, cbs=cb and cb())
+    with learn.no_logging(), learn.no_bar(): learn.fit(2, 1e-2, cbs=cb and cb())
     return learn,torch.cat([p.detach().cpu().flatten() for p in learn.model.parameters()]),rng_state()
 
 class AtEachBatch(Callback):
@@ -80,10 +80,10 @@ name = lambda c: '-'.join(getattr(o, '__name__', str(o)) for o in c.values()) or
 
 @pytest.mark.parametrize('case', replayed+retraced, ids=name)
 def test_a_seed_repeats_a_fit(case):
-    (learn,w,state),(_,again,state2),(_,other,_) = fitted(**case),fitted(**case),fitted(**case, seed=10)
+    (learn,w,state),(_,again,state2) = fitted(**case),fitted(**case)
     assert torch.equal(w, again) and state == state2
     seeded = case.get('cb') in (AtEachBatch, AtEachEpoch) or case.get('f') in (noise, noise_of_one_seed)   # by themselves
-    assert seeded or not torch.equal(w, other)
+    assert seeded or not torch.equal(w, fitted(**case, seed=10)[1])
     _,plain,state3 = fitted(**case | dict(steps_per_execution=1), replay=False)
     assert torch.equal(w, plain) and state == state3
     why = {r for r in learn.xla_opt.replay.fit.plain if 'seeds random numbers' in r}
