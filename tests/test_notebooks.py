@@ -19,7 +19,8 @@ slow_imports = ['torch_xla', 'torchvision', 'timm', 'sklearn.datasets', 'pandas'
     'execnb.shell', 'nbdev.test', 'pytest']
 # The tutorials run as users run them; the others compile more than they run, and do it as other tests do,
 # and so do some of the tutorials
-short_tutorials = ('04_where_backends_part', '06_why_slow', '09_more_than_one_core', '10_images', '11_segmentation', '14_text')
+short_tutorials = ('04_where_backends_part', '06_why_slow', '09_more_than_one_core', '10_images', '11_segmentation', '12_tabular',
+    '14_text')
 
 @pytest.fixture(scope='module')
 def forked():
