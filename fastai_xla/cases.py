@@ -154,10 +154,10 @@ def gan():
 # %% ../nbs/api/13b_cases.ipynb #458bf0e0
 def _texts(): return [topics[k] for k in sorted(topics)]
 
-def language_model():
-    dls = TextDataLoaders.from_df(pd.DataFrame(dict(text=_texts()[:30])), is_lm=True, text_col='text',
+def language_model(n=30, **config):
+    dls = TextDataLoaders.from_df(pd.DataFrame(dict(text=_texts()[:n])), is_lm=True, text_col='text',
                                   valid_pct=.2, seed=0, tok_tfm=BaseTokenizer(), bs=8, seq_len=36, num_workers=0)
-    return language_model_learner(dls, AWD_LSTM, config=awd_lstm_lm_config | dict(emb_sz=20, n_hid=30),
+    return language_model_learner(dls, AWD_LSTM, config=awd_lstm_lm_config | dict(emb_sz=20, n_hid=30) | config,
                                   pretrained=False, metrics=[accuracy, Perplexity()])
 
 def text_classifier():
@@ -168,7 +168,8 @@ def text_classifier():
     return text_classifier_learner(dls, AWD_LSTM, seq_len=24, config=dict(emb_sz=20, n_hid=30, n_layers=2),
                                    pretrained=False, metrics=accuracy)
 
-def resnet(): return vision_learner(_images(n=16*10), resnet18, pretrained=False, loss_func=CrossEntropyLossFlat(), metrics=accuracy)
+def resnet(size=32):
+    return vision_learner(_images(n=16*10, size=size), resnet18, pretrained=False, loss_func=CrossEntropyLossFlat(), metrics=accuracy)
 def xresnet():
     model = XResNet(ResBlock, 1, [1,1,1,1], widen=.25, n_out=4)
     return Learner(_images(n=16*10), model, loss_func=CrossEntropyLossFlat(), metrics=accuracy)

@@ -54,7 +54,8 @@ def unet():
     return cases.unet(opt_func=SGD)
 
 models = dict(**{f'batch{n}': partial(sizes, n) for n in (50, 18, 3, 1)},
-    convnet=lambda: cases.images(aug_transforms(size=24)), tabular=cases.tabular, text=cases.language_model, unet=unet, words=words)
+    images=cases.images, convnet=lambda: cases.images(aug_transforms(size=24)), tabular=cases.tabular,
+    text=partial(cases.language_model, 10, n_layers=1), unet=unet, words=words)
 others = {f'{g}:{c.name}': c for g,cs in groups.items() for c in cs}
 
 class Ghost(nn.BatchNorm2d):

@@ -4,7 +4,6 @@
 import pytest, torch
 import fastai_xla.capture.recording
 from fastai.vision.all import *
-from fastai.text.all import AWD_LSTM, awd_lstm_lm_config, language_model_learner
 from fastai_xla.all import *
 from fastai_xla.aot.take import take_programs
 import fastai_xla.cases as cases
@@ -14,10 +13,7 @@ from fastai_xla.graphs import rng_state, stablehlo_text
 from fastai_xla.transfer import fetch
 from aot_learners import *
 
-def language_model():
-    "That of the coverage table, of one layer instead of three"
-    config = awd_lstm_lm_config | dict(emb_sz=20, n_hid=30, n_layers=1)
-    return language_model_learner(cases.language_model().dls, AWD_LSTM, config=config, pretrained=False, metrics=[accuracy, Perplexity()])
+language_model = partial(cases.language_model, 10, n_layers=1)   # that of the coverage table has three, and more texts
 
 def weights_after(learn, look):
     "Weights after a fit, a look at the programs, and another fit"

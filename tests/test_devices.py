@@ -76,9 +76,9 @@ def test_two_and_eight():
 
 def test_faults_are_seen():
     "BatchNorm that is not synchronised gives other losses; labels that are not split are sent four times"
-    one,ghost = train(1, 'convnet')['convnet'],train(1, 'convnet/ghost')['convnet/ghost']
+    one,ghost = train(1, 'images', 'images/ghost').values()
     assert loss_error(one, ghost) > 1e-4
-    whole = train(4, 'convnet/whole')['convnet/whole']
+    whole = train(4, 'images/whole')['images/whole']
     assert loss_error(one, whole) < 1e-6 and whole['sent'][1] == whole['sent'][0] + 3*16*8
 
 def test_uneven_batches():
