@@ -23,8 +23,8 @@ class Expected:
     fallbacks:tuple=()   # Operators that ran on the CPU
 
 programs = dict(
-    # a memory bank of 8 batches is written at 8 places: as many graphs, each traced when it is met first
-    arcface=Expected(.85, reason='at arcface.py', late=8, unsteady={'training to host': .05}),
+    # a memory bank of 4 batches is written at 4 places: as many graphs, each traced when it is met first
+    arcface=Expected(.85, reason='at arcface.py', late=4, unsteady={'training to host': .05}),
     audio_spectrograms=Expected(.8, dict(metric=.06, valid=.2), drawn=.1, executions=(2, 2)),
     bert_classifier=Expected(.7, executions=(2, 2), reason='reads a value within the step',
         unsteady={'training to host': 1, 'validation to host': 1}),
@@ -38,8 +38,8 @@ programs = dict(
     gan_by_hand=Expected(.25, dict(metric=.15), drawn=.1),
     gan_learner=Expected(.6, executions=(2, 1), reason='comes or goes'),
     gpt_language_model=Expected(.65),
-    # of 8 seeds: metrics .67 on the CPU and .73 on XLA, folds .55 and .58, with deviations of .06 to .09
-    kaggle_images=Expected(.2, dict(metric=.3, folds=.3), drawn=.2, reason='at kaggle_images.py'),
+    # of 5 seeds: metrics .61 on the CPU and .62 on XLA, folds .44 and .50, with deviations of .06 to .11
+    kaggle_images=Expected(.3, dict(metric=.3, folds=.3), drawn=.2, reason='at kaggle_images.py'),
     medical_segmentation=Expected(.5, reason='at medical_segmentation.py'),
     multi_task=Expected(.8),
     simclr=Expected(.75, dict(metric=.1, contrast=.3), drawn=.05, executions=(3, 2), reason='reads a value within the step', late=1,

@@ -75,7 +75,7 @@ def run(xla, seed, small=False):
     x,y = TensorImageBW(torch.tensor(digits.images[:n], dtype=torch.float)[:,None]/16),TensorCategory(digits.target[:n])
     dsets = Datasets(range(n), [[x.__getitem__], [y.__getitem__]], splits=RandomSplitter(.2, seed=seed)(range(n)))
     dls = dsets.dataloaders(bs=32, num_workers=0)
-    learn = Learner(dls, Net(), loss_func=ArcFaceLoss(), metrics=accuracy, cbs=[GrowMargin(), MemoryBank()])
+    learn = Learner(dls, Net(), loss_func=ArcFaceLoss(), metrics=accuracy, cbs=[GrowMargin(), MemoryBank(128 if small else 256)])
     if xla: learn.to_xla()
     learn.fit_one_cycle(epochs, 1e-2)
     gallery,gy = embed(learn, learn.dls.train.new(shuffle=False, drop_last=False))

@@ -46,11 +46,11 @@ def hf_splitter(m):
 
 def run(xla, seed, small=False):
     set_seed(seed)
-    n,epochs = (800, 3) if small else (2000, 6)
+    n,epochs,layers = (800, 3, 1) if small else (2000, 6, 2)
     rows,tok = sentences(n, seed),Tokenizer()
     train,valid = SentenceDataset(rows[:-n//5], tok),SentenceDataset(rows[-n//5:], tok)
     dls = DataLoaders.from_dsets(train, valid, bs=32, shuffle=True, num_workers=0)
-    config = BertConfig(vocab_size=len(vocab), hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64,
+    config = BertConfig(vocab_size=len(vocab), hidden_size=32, num_hidden_layers=layers, num_attention_heads=4, intermediate_size=64,
         max_position_embeddings=16, hidden_dropout_prob=0., attention_probs_dropout_prob=0., num_labels=2, initializer_range=.1)
     model = BertForSequenceClassification(config)
     adamw = partial(Adam, decouple_wd=True)

@@ -23,11 +23,12 @@ class LogitsAlone(Callback):
 
 def run(xla, seed, small=False):
     set_seed(seed)
-    texts = stories(400 if small else 1200, seed)
+    n,layers = (400, 1) if small else (1200, 2)
+    texts = stories(n, seed)
     numbers = WordNumbers(texts)
     lists = TfmdLists(texts, numbers, splits=RandomSplitter(.2, seed=seed)(texts), dl_type=LMDataLoader)
     dls = lists.dataloaders(bs=8, seq_len=26, num_workers=0)
-    config = GPT2Config(vocab_size=len(numbers.words), n_positions=64, n_embd=32, n_layer=2, n_head=4, bos_token_id=0, eos_token_id=0,
+    config = GPT2Config(vocab_size=len(numbers.words), n_positions=64, n_embd=32, n_layer=layers, n_head=4, bos_token_id=0, eos_token_id=0,
         resid_pdrop=0., embd_pdrop=0., attn_pdrop=0.)
     learn = Learner(dls, GPT2LMHeadModel(config), loss_func=CrossEntropyLossFlat(), cbs=LogitsAlone, metrics=[accuracy, Perplexity()])
     if xla: learn.to_xla()

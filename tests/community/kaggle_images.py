@@ -30,6 +30,7 @@ def get_dls(path, df, fold, bs):
 def run(xla, seed, small=False):
     set_seed(seed)
     n,folds,epochs = (360, 2, 3) if small else (1500, 3, 8)
+    narrow = dict(stem_width=8, channels=(16, 32, 32, 64)) if small else {}
     with tempfile.TemporaryDirectory() as tmp:
         path = Path(tmp)
         answers = download(path, n, seed)
@@ -41,7 +42,7 @@ def run(xla, seed, small=False):
             dls = get_dls(path, df, fold, 16 if small else 32)
             loss = LabelSmoothingCrossEntropyFlat(eps=.05)
             metrics = [accuracy, F1Score(average='macro')]
-            learn = vision_learner(dls, 'test_resnet', pretrained=False, ps=.1, loss_func=loss, metrics=metrics, wd=.01)
+            learn = vision_learner(dls, 'test_resnet', pretrained=False, ps=.1, loss_func=loss, metrics=metrics, wd=.01, **narrow)
             if xla: learn.to_xla()
             best = SaveModelCallback(monitor='accuracy', fname=f'fold{fold}', with_opt=True)
             cbs = [best, EarlyStoppingCallback(monitor='accuracy', patience=5)]

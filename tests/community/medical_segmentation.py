@@ -6,13 +6,13 @@ from fastai_xla.all import *
 class MedImage(TensorImageBase): pass
 class MedMask(TensorMask): pass
 
-def volumes(n, seed, size=12):
+def volumes(n, seed, size):
     "Noise with a bright ball, and in some a darker one within"
     rng = np.random.RandomState(seed)
     g = np.stack(np.meshgrid(*[np.arange(size)]*3, indexing='ij'))
     x,y = rng.randn(n, 1, size, size, size)*.3,np.zeros((n, size, size, size), dtype=np.int64)
     for i in range(n):
-        c,r = rng.uniform(4, 8, 3),rng.uniform(3, 4.5)
+        c,r = rng.uniform(size/3, size*2/3, 3),rng.uniform(size/4, size*3/8)
         ball = ((g-c[:,None,None,None])**2).sum(0) < r**2
         y[i][ball],x[i,0][ball] = 1,x[i,0][ball]+1
         if rng.rand() < .5:
@@ -53,8 +53,8 @@ class RandomFlip3d(ItemTransform):
 
 def run(xla, seed, small=False):
     set_seed(seed)
-    n,epochs = (48, 5) if small else (240, 6)
-    x,y = volumes(n, seed)
+    n,epochs,size = (48, 7, 8) if small else (240, 6, 12)
+    x,y = volumes(n, seed, size)
     dsets = Datasets(range(n), [[x.__getitem__], [y.__getitem__]], splits=RandomSplitter(.2, seed=seed)(range(n)))
     weights = [2. if y[i].max() == 2 else 1. for i in dsets.splits[0]]
     dls = dsets.weighted_dataloaders(weights, bs=8, num_workers=0, after_item=[RandomFlip3d()])
