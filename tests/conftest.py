@@ -41,7 +41,8 @@ def pytest_configure(config):
 def pytest_runtest_teardown(item, nextitem):
     """A learner that is done with goes, and what a module and its imports leave is frozen too
 
-    With the tensors of fifty learners, torch_xla took 2 ms more for each graph; with 100,000 objects more, small fits took half as long again"""
+    With the tensors of fifty learners alive, torch_xla took 2 ms more for each graph, and with 100,000 objects more, small fits took
+    half as long again"""
     res = yield
     gc.collect()
     if nextitem is None or nextitem.module is not item.module: gc.freeze()
