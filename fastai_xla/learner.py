@@ -127,6 +127,7 @@ def to_xla(self:Learner,
     if matmul_precision: set_matmul_precision(matmul_precision)
     register_lowerings()
     for m in modules_of(self): refuse_sparse(m)
+    free_others(self)
     if first_time := not hasattr(self, 'xla_opt'): _attach(self, XLAOptCallback(device))
     self.xla_opt.device,self.xla_opt.layout = device,spread_as
     self.xla_opt.replay,self.replayed = _recorder(self, steps_per_execution, replay) if replay else None,None

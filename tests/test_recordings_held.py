@@ -49,6 +49,18 @@ def test_state_is_freed():
         assert not any(w() is not None for w in was)
     run(learner, story, True)
 
+@pytest.mark.parametrize('frees', [True, False])
+def test_learners_of_a_loop_go(frees, monkeypatch):
+    "One for each fold: the last one is there yet when the next one comes. Without a look they stay, as all objects are old after a trace"
+    if not frees: monkeypatch.setattr('fastai_xla.learner.free_others', noop)
+    models = []
+    for _ in range(4):
+        learn = image_learner()
+        models.append(weakref.ref(learn.model))
+        learn.to_xla()
+        with learn.no_bar(), learn.no_logging(): learn.fit(1)
+    assert (sum(m() is not None for m in models) == 1) == frees
+
 def test_small_cache(tmp_path):
     "A recording whose program torch_xla has dropped is made again"
     code = """
