@@ -53,6 +53,15 @@ def test_validate(pair):
     a,b = cpu.validate(),xla.validate()
     assert [type(x) for x in a] == [type(x) for x in b] and all(abs(x-y) < 1e-4 for x,y in zip(a, b))
 
+def test_within_inference_mode(pair):
+    "In which torch_xla makes no view: a learner leaves it meanwhile"
+    cpu,xla = pair
+    file = get_image_files(cpu.path/'valid')[0]
+    with torch.inference_mode():
+        for f in (lambda l: list(map(tensor, l.validate())), Learner.get_preds, lambda l: l.predict(file)[1:], lambda l: l.tta(n=2)):
+            assert close(f(cpu), f(xla)) and torch.is_inference_mode_enabled()
+    assert not any(t.is_inference() for t in xla.model.state_dict(keep_vars=True).values())   # which could not be trained
+
 def test_tta(pair):
     cpu,xla = pair
     a,b = cpu.tta(n=2),xla.tta(n=2)

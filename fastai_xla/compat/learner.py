@@ -161,9 +161,11 @@ def _enter(self):
 
 @contextmanager
 def no_inference_mode():
-    "Within the block `torch.inference_mode` is `torch.no_grad`"
-    _off[0] += 1
-    try: yield
-    finally: _off[0] -= 1
+    "Within the block `torch.inference_mode` is `torch.no_grad`, also one that the block is in"
+    on = torch.is_inference_mode_enabled()
+    with torch.inference_mode(False) if on else nullcontext(), torch.no_grad() if on else nullcontext():
+        _off[0] += 1
+        try: yield
+        finally: _off[0] -= 1
 
 torch.inference_mode.__enter__ = _enter
