@@ -23,7 +23,7 @@ from .compat.optimizer import zeros_shown
 from .data import RawBatch, feed, feedable, in_groups
 from .capture.state import not_traced
 from .capture.values import *
-from .capture.patches import looked_at, set_aside, watched
+from .capture.patches import set_aside, watched
 from .events import *
 from .learner_step import *
 from .replay import *
@@ -105,7 +105,7 @@ def _logged_batches(self:Learner, log, i, raws):
     r = _replay(self)
     for j,b in enumerate(raws):
         self.iter = i+j
-        if watched(): r.traced_batch(b, looked_at)
+        if why := watched(): r.traced_batch(b, why)
         elif log.serves(): log.one_batch(b)
         else: r.traced_batch(b, log.fit.off[self.training])
 

@@ -23,7 +23,7 @@ from .graphs import *
 from .transfer import *
 from .compat.learner import keeps_metrics
 from .compat.metrics import *
-from .capture.patches import looked_at, watched
+from .capture.patches import watched
 from .capture.state import *
 from .capture.step import *
 from .lifetimes import *
@@ -110,8 +110,8 @@ def do_batch(self:Replay) -> bool: # Has the step been done?
     learn,fit,step,b = self.learn,self.fit,self.step,self.step.batch
     b.tracing,b.auditing,b.interrupt = False,False,None
     if fit.failed[learn.training] >= 4: return False   # for the reason that came last
-    if watched():
-        fit.reason = looked_at
+    if why := watched():
+        fit.reason = why
         return False
     parts = [flatten(o) for o in ([f.raw for f in b.raws] if b.raws is not None else (learn.xb, learn.yb))]
     inputs,spec = [t for ts,_ in parts for t in ts],tuple(s for _,s in parts)

@@ -4,7 +4,6 @@ from collections import OrderedDict
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchvision.ops import FeaturePyramidNetwork
 from torch.utils.flop_counter import FlopCounterMode
-from fastai_xla.capture.patches import looked_at
 from by_log import *
 from test_kinds_of_code import hooked
 from own_functions import counting, function
@@ -179,7 +178,19 @@ def test_a_mode_around_a_fit_sees_each_operator():
         for replay in (False, 'auto'):
             with Counting() as mode: _,learn = run(lambda: story() | dict(model=lambda: nn.Sequential(mlp(), nn.Tanh())), replay, n=1)
             ns.append(mode.n)
-        assert ns[0] == ns[1] > 0 and learn.xla_opt.replay.fit.plain[looked_at] == 12
+        assert ns[0] == ns[1] > 0 and sum(n for why,n in learn.xla_opt.replay.fit.plain.items() if 'has to see each call' in why) == 12
+
+@pytest.mark.parametrize('own', [False, True])
+def test_a_search_for_a_nan_is_told(own):
+    "It reads each gradient, which nobody would guess who left it on"
+    def fitted(nan):
+        learn = Learner(data(), mlp(), loss_func=(lambda p,t: F.mse_loss(p, t)) if own else nn.MSELoss()).to_xla()
+        with learn.no_bar(), learn.no_logging(), torch.autograd.detect_anomaly(check_nan=nan): learn.fit(1, 1e-2)
+        return learn.xla_report().plain
+    with warnings.catch_warnings():
+        warnings.simplefilter('ignore')
+        found = fitted(True)
+        assert found and all('set_detect_anomaly' in why for why in found) and not fitted(False)
 
 def test_one_reason_for_a_number_that_changes():
     def after_pred(cb): cb.learn.pred = torch.nn.functional.dropout(cb.pred, .01*cb.train_iter, cb.training)
