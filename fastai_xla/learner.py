@@ -93,6 +93,7 @@ def _check_learner(learn):
         raise ValueError("fastai has been told to put everything on the CPU, by `default_device(False)`. "
                          "Take that back with `default_device(None)`, then call `learn.to_xla()`.")
     check_lazy(modules_of(learn))
+    for m in modules_of(learn): refuse_sparse(m)
     if names := bypassed(): warnings.warn(_bypassed.format(', '.join(names)))
 
 # %% ../nbs/api/07_learner.ipynb #09479c00
@@ -126,7 +127,6 @@ def to_xla(self:Learner,
     _check_default()
     if matmul_precision: set_matmul_precision(matmul_precision)
     register_lowerings()
-    for m in modules_of(self): refuse_sparse(m)
     free_others(self)
     if first_time := not hasattr(self, 'xla_opt'): _attach(self, XLAOptCallback(device))
     self.xla_opt.device,self.xla_opt.layout = device,spread_as
