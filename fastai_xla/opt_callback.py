@@ -200,7 +200,7 @@ def after_batch(self:XLAOptCallback):
     away = getattr(learn, 'iter', 0) == 0 and any(not is_xla(b) for m in modules_of(learn) for b in m.buffers())
     if away: move_learner(learn, self.device)
     self.ended = rng_state()
-    # by methods of the user's from the loop over batches on
+    # a loop over batches of the user's calls none of ours
     if replay and not (replay.looping or replay.step.batch.open): replay.count_unseen()
     if self.fitting:
         self.log.batch('training' if learn.training else 'validation',

@@ -97,7 +97,7 @@ def test_exceptions_of_collate():
 
 def test_timeout():
     with pytest.raises(RuntimeError, match='timed out after 1 seconds'):
-        list(loader(lambda i: time.sleep(2*(i==9)) or i, num_workers=1, timeout=1))
+        list(loader(lambda i: time.sleep(5*(i==9)) or i, num_workers=1, timeout=1))
 
 def test_break():
     "`break`, a closed iterator, one that nobody holds, one in a cycle: the thread ends, and a new pass starts at the beginning"

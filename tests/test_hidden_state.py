@@ -150,7 +150,8 @@ def test_data_on_the_device(kind, where):
     assert there.keys() == here.keys() and all(agree(there[k], here[k], 1e-4) for k in there)
 
 workers = '''
-import warnings
+import signal, warnings
+signal.alarm(300)   # whoever waits for ever is ended
 from fastai.vision.all import *
 from fastai_xla.all import *
 from torch.utils.data import TensorDataset

@@ -66,7 +66,7 @@ def test_after_an_lr_find_the_devices_draws_do_not_depend_on_when_its_losses_are
     def model(): return nn.Sequential(nn.Linear(6, 16), nn.Dropout(), nn.Linear(16, 1))
     for draws in (False, True):
         want = after_lr_find(False, model, draws, due=False)
-        for replay,due in ((False, True), ('auto', True)): assert after_lr_find(replay, model, draws, due) == want
+        for replay,due in ((False, True), ('auto', False), ('auto', True)): assert after_lr_find(replay, model, draws, due) == want
 
 def test_states_of_cells_in_a_list():
     "Two traces of one step may find constants of theirs, such as indices, at one address, one after the other"

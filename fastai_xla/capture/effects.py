@@ -167,7 +167,7 @@ def _told(watch):
     "Python tells `watch` of each call of this thread within the block"
     was = sys.getprofile()
     in_c = was is not None and not callable(was)
-    if in_c and hasattr(was, 'disable'): was.disable()   # it ends calls that it would take later ones for
+    if in_c and hasattr(was, 'disable'): was.disable()   # else it waits for the end of this call, and counts all others one too high
     sys.setprofile(watch)
     try: yield
     finally:

@@ -252,7 +252,7 @@ def watched() -> str: # Empty where nobody does
     "Who sees each operator, each torch function or each gradient of a step?"
     modes = _get_current_function_mode_stack() if torch._C._len_torch_function_stack() else ()
     if torch._C._len_torch_dispatch_stack() and not all(map(_is_ours, _get_current_dispatch_mode_stack())): return _looked_at
-    if torch.is_anomaly_check_nan_enabled() and torch.is_anomaly_enabled(): return _no_nan
+    if torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled() and torch.is_grad_enabled(): return _no_nan
     return '' if all(map(is_known, modes)) else _looked_at
 
 @contextmanager
