@@ -14,7 +14,8 @@ from contextlib import nullcontext
 from torch.overrides import TorchFunctionMode
 from fastcore.all import *
 
-from .capture.calls import call_name, n_reads, user_line
+from .transfer import n_reads
+from .capture.calls import call_name, user_line
 
 # %% ../nbs/api/06ad_around.ipynb #1c19229c
 class _Watch(TorchFunctionMode):

@@ -50,7 +50,7 @@ def test_a_thread_reads_within_the_step(kind, way):
     class Send(Seeing):
         def __init__(self):
             super().__init__()
-            self.out = kind(lambda t: self.seen.append((t.float()+1).mean().item() if t.dim() else float(t)))
+            self.out = kind(lambda t: self.seen.append((t.cpu()+1).mean().item()))   # on the CPU: torch_xla computes in one thread
         def after_loss(self):
             self.out.put(ways[way](self))
             time.sleep(.002)   # the thread is first
@@ -223,3 +223,18 @@ def test_a_tensor_of_the_cpu_in_the_place_of_a_buffer(own):
         def after_batch(self):
             if self.training and self.train_iter in (3, 9): self.model[1].num_batches_tracked = torch.tensor(5)
     same(lambda: [Sets()] + [Own()]*own, model=lambda: nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 2)))
+
+@pytest.mark.parametrize('own', [False, True])
+def test_a_thread_reads_all_the_time(own):
+    "Recordings and audits do not take its reads for the step's"
+    t,over,read = torch.ones(2, device=device()),threading.Event(),[]
+    sync()
+    def work():
+        while not over.is_set(): read.append(t.cpu().sum().item())
+    thread = threading.Thread(target=work)
+    thread.start()
+    try: assert not same(lambda: [Own()]*own)
+    finally:
+        over.set()
+        thread.join()
+    assert set(read) == {2.} and len(read) > 100

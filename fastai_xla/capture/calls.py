@@ -7,8 +7,8 @@ Docs: https://fastai-xla.github.io/fastai_xla/api/capture.calls.html.md"""
 # %% auto #0
 __all__ = ['T', 'P', 'get_version', 'questions', 'hook_calls', 'makers', 'cutting', 'arithmetic_of_ints', 'arithmetic',
            'why_draws', 'takes_ints', 'takes_floats', 'number_kinds', 'is_question', 'runs_users', 'is_on_xla',
-           'flags_of', 'grad_of', 'n_reads', 'why_read', 'call_name', 'user_line', 'context_now', 'in_context', 'Node',
-           'Answer', 'Template', 'End', 'Kind', 'another_call', 'node_of', 'Miss', 'changed', 'cure_of']
+           'flags_of', 'grad_of', 'why_read', 'call_name', 'user_line', 'context_now', 'in_context', 'Node', 'Answer',
+           'Template', 'End', 'Kind', 'another_call', 'node_of', 'Miss', 'changed', 'cure_of']
 
 # %% ../../nbs/api/05k_capture.calls.ipynb #269797f3
 import re, sys
@@ -23,7 +23,7 @@ from torch.overrides import resolve_name
 from fastcore.all import *
 
 from ..runtime import *
-from ..runtime import file_name, met
+from ..runtime import file_name
 from ..graphs import selects
 from .effects import is_library_name
 from .known import *
@@ -95,10 +95,6 @@ def grad_of(
 ) -> torch.Tensor|None:
     "Its gradient, if it keeps one: torch warns where another is asked"
     return t.grad if (flags := flags_of(t)) and (flags[1] or t.retains_grad) else None
-
-def n_reads() -> int:
-    "How often values have been read from the device in this process, as far as torch_xla counts it"
-    return n_executions() + (met.metric_data('TransferFromDeviceTime') or (0,))[0]
 
 def why_read(
     before:dict, # Operators that had run on the CPU, as `xla_counts().fallbacks`, before a call that has read values

@@ -22,7 +22,7 @@ from ..runtime import *
 from ..runtime import xla_counts
 from ..graphs import *
 from ..draws import python_lock, host_rng, drew
-from ..transfer import has_xla
+from ..transfer import has_xla, n_reads
 from .effects import hooks_run
 from .known import *
 from .calls import *

@@ -84,14 +84,15 @@ class Trace:
         settle_tensors()
         self.tape,rng,before = Tape(seed, others, taken),rng_state(),places()
         set_rng_state(rng)   # where numbers have been drawn already, the next ones begin a graph of their own
-        self.memory,self.given,c0,self.seeds = Memory(before, inputs, search),buffers(inputs),xla_counts(),[rng]
+        self.memory,self.given,self.seeds = Memory(before, inputs, search),buffers(inputs),[rng]
+        was = n_reads(),xla_counts().fallbacks
         self.draws,self.left,self.graph = Draws(),Left(),None
         self.reads = Reads([*before.keys, *map(id, numbers.dicts)], numbers.places)
         numbers.show(self.tape)
         flags = _flags(p for p,*_ in self.memory.params)
         try:
             outs = self._steps(fn, numbers, no_effects(self.reads) if watched else nullcontext())
-            self._look(outs, places, before, numbers, xla_counts() - c0)
+            self._look(outs, places, before, numbers, *was)
             then(self)
         except BaseException:
             _put_flags(flags)   # else an optimizer would take a gradient that has never been for zeros
@@ -106,12 +107,13 @@ class Trace:
 
 # %% ../../nbs/api/05g_capture.step.ipynb #05g0f1a7
 @patch
-def _look(self:Trace, outs, places, before, numbers, c):
+def _look(self:Trace, outs, places, before, numbers, reads, fell):
     "What the steps have drawn and changed"
     self.given += buffers(self.draws.sent)
     self.n_draws = n_draws(self.seeds[-1], rng_state())
-    if c.fallbacks: raise Refused(f"operators without an XLA kernel run on the CPU: {', '.join(c.fallbacks)}")
-    if c.executions or c.to_host: raise Refused("the value of a tensor is read within the step")
+    if ran := [n for n,v in xla_counts().fallbacks.items() if v != fell.get(n)]:
+        raise Refused(f"operators without an XLA kernel run on the CPU: {', '.join(ran)}")
+    if n_reads() != reads: raise Refused("the value of a tensor is read within the step")
     same = all(d.keys() == was.keys() for d,was in self.memory.held)   # to look through all places takes long
     self._changed(before, before if same else places(), numbers)
     self._sort_inputs(self._collect(outs))
