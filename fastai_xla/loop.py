@@ -187,6 +187,8 @@ def _reading(learn, cbs):
 # %% ../nbs/api/06c_loop.ipynb #5b1f09b0
 def _others(learn): return getattr(learn.__dict__.get('replayed'), 'others', ())
 
+_of_passes = 'fit','epoch','train','validate'
+
 def _around(r, cbs, event_name):
     "Those of `cbs` that are not fastai's and act outside of the step"
     if r is None or event_name not in outside_step: return ()
@@ -211,6 +213,7 @@ def _call_one(self:Learner, event_name):
     if not hasattr(event, event_name): raise Exception(f'missing {event_name}')
     r = _replay(self)
     step = r.step if r else None
+    if step and event_name.endswith(_of_passes): step.batch.quiet = False   # within a step too, as where a callback predicts
     cbs = ordered(self) if step is None or event_name == 'after_fit' else list(step.acting(event_name))
     if event_name == 'before_fit': vars(self.xla_opt).pop('reads_grads', None)
     reading = _reading(self, cbs) if step is None else step.acting('reads gradients', reads_grads)

@@ -167,3 +167,13 @@ def test_an_attribute_of_a_result_is_not_there_at_the_next_step():
             t.w = u.w = 1
             if self.iter in (5, 6, 7): self.other = u.tanh() if self.iter == 6 else (u+1).sum()
     check(Marks)
+
+@pytest.mark.parametrize('event', ['before_step', 'after_step'])
+def test_a_callback_predicts_within_the_step(event):
+    "By callbacks that come for the prediction and go after it"
+    def look(cb):
+        if cb.training and cb.learn.iter == 4:
+            with cb.learn.no_bar(): cb.seen.append(cb.learn.get_preds(ds_idx=1)[0].sum())
+            cb.model.train()
+            cb.learn.training = True
+    check(type('Predicts', (Seeing,), {event: look}), replayed=False)
