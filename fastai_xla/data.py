@@ -83,12 +83,12 @@ def _unshared(dl, raw):
     stock = dl.bs and all(getattr(type(dl), n) is getattr(TfmdDL, n) and n not in dl.__dict__ for n in ('create_batch', 'do_batch'))
     return raw if stock else apply(lambda t: t.clone() if isinstance(t, torch.Tensor) and _sendable(t) else t, raw)
 
-def _groups(dl, it, n, may):
+def _groups(dl, it, n, may, alone):
     "Lists of `n` of the `RawBatch`es of `it` as long as they `may` be read ahead, sent in one transfer"
     def unshared(b):
         b.raw = _unshared(dl, b.raw)
         return b
-    for raws in in_groups(map(unshared, it) if n > 1 else it, lambda: n if may and dl not in changed_items else 1):
+    for raws in in_groups(map(unshared, it) if n > 1 else it, lambda: n if may and dl not in changed_items and not alone() else 1):
         for b,raw in zip(raws, _sent([b.raw for b in raws], dl.device)): b.raw = raw
         yield raws
 
@@ -256,8 +256,7 @@ def _first(dl, it, settings):
     "`it`, and whether it may be read ahead"
     states,before = host_rng(),xla_counts()
     raws = list(islice(it, 1))
-    c = xla_counts()-before
-    on_device = any(has_xla(b.raw) for b in raws) or c.executions or c.to_host or c.to_device
+    on_device = any(has_xla(b.raw) for b in raws) or xla_counts() != before
     drawn_by[dl] = drew(states)
     settled = settings.settle() and not drawn_by[dl] and dl not in changed_items and dl not in in_turn
     may = dl.fake_l.num_workers > 0 or (dl.indexed and not on_device and not keeps_state(dl) and settled)
@@ -273,6 +272,7 @@ def feedable(
 def feed(
     dl, # `DataLoader`
     group:int=1, # Batches in one transfer, where they may be read ahead
+    alone=lambda: False, # Function that tells whether what has just been read is to be yielded before another batch is read
 ): # `RawBatch` objects, one per batch
     "The batches of a `feedable` `dl`, read ahead where that changes no number; of any other, `raw` is what it yields, wherever that is"
     if not feedable(dl):
@@ -282,7 +282,7 @@ def feed(
     if look := on_read.pop(dl, None): it = (look(b) or b for b in it)
     settings,here = _Settings(dl, group),dl.fake_l.num_workers == 0
     it,may = _first(dl, it, settings)
-    groups = _groups(dl, it, group, may)
+    groups = _groups(dl, it, group, may, alone)
     yield from next(groups, ())   # the first ones without a thread: `one_batch` and the like want no more
     if may and ahead: yield from _read_ahead(groups, settings.hold if here else lambda: True)
     for raws in groups:

@@ -81,7 +81,7 @@ def _all_batches(self):
     r.looping,methods,log = True,None,None
     r.passes += self.xla_opt.fitting   # a prediction is not audited each time
     try:
-        for raws in in_groups(feed(self.dl, r.n_steps), partial(_as_one, self, r)):
+        for raws in in_groups(feed(self.dl, r.n_steps, r.alone), partial(_as_one, self, r)):
             if (now := r.methods(methods)) != methods:   # of the first batch, or a callback has put others in their place
                 methods,other = now,_replaced(self)
                 log = None if other else log or r.log_of()

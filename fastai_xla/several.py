@@ -22,6 +22,7 @@ from .draws import host_rng, drew
 from .data import changed_items, drawn_by, in_turn, keeps_state
 from .capture.values import *
 from .events import *
+from .events import _is_users
 from .learner_parts import *
 from .learner_step import *
 from .learner_step import _looks
@@ -40,6 +41,7 @@ class Order:
         makers = makers_of(learn.dl)
         self.reached,self.act = reaches_items(learn, makers),items_act(learn, makers)
         self.draws = may_draw(makers)
+        self.users = any(_is_users(getattr(f, 'func', f)) for _,named in makers for f,_ in named)   # code that makes items
         (in_turn.add if self.reached or self.act or self.draws else in_turn.discard)(learn.dl)
 
 @patch
@@ -76,7 +78,8 @@ def _singly(self:Replay) -> str:
 @patch
 def _tell_singly(self:Replay, why) -> bool: # Is there a reason?
     fit = self.fit
-    if why and not fit.singly: warnings.warn(f"`steps_per_execution={self.n_steps}`: the steps of this fit run one by one, as {why}.")
+    if why and not fit.singly and self.learn.xla_opt.fitting:   # a prediction is no fit
+        warnings.warn(f"`steps_per_execution={self.n_steps}`: the steps of this fit run one by one, as {why}.")
     fit.singly = fit.singly or bool(why)
     return bool(why)
 
@@ -119,9 +122,14 @@ def noting_draws(self:Replay):
     seen.update(drew(was))
 
 @patch
+def alone(self:Replay) -> bool:
+    "Is an item to be made after the batch at hand and before the next, in code of the user's that may count its items?"
+    return uncounted(self.learn) and self.order.users
+
+@patch
 def as_one(self:Replay) -> int:
     "How many batches from the one on that has just been read are done as one. The first tells what a step draws, if items do"
-    if self.n_steps == 1 or self.singly(): return 1
+    if self.n_steps == 1 or self.alone() or self.singly(): return 1
     return 1 if self._items_draw() and self.learn.training not in self.fit.draws else self.n_steps
 
 # %% ../nbs/api/06bc_several.ipynb #4d6803de

@@ -269,3 +269,30 @@ def test_after_batch_looks_at_a_hook_of_fastai(hooked):
         cb = Activations(hooked(model))
         return dict(model=model, cbs=cb),lambda learn: cb.seen
     agrees(story, 'Activations may look at')
+
+class Weighs(nn.Module):
+    "A loss with a weight that somebody sets"
+    def __init__(self):
+        super().__init__()
+        self.w = torch.tensor(1.)
+    def forward(self, p, t): return F.mse_loss(p, t)*self.w
+
+made = dict(of_the_device=lambda cb, v: torch.tensor(v, device=cb.x.device), of_the_host=lambda cb, v: torch.tensor(v),
+            full=lambda cb, v: torch.full((), v, device=cb.x.device), sent=lambda cb, v: torch.tensor(v).to(cb.x.device))
+def to_loss(cb, t): cb.learn.loss_func.w = t
+def to_callback(cb, t): cb.w = t
+
+@pytest.mark.parametrize('event', ['before_backward', 'after_step'])
+@pytest.mark.parametrize('place', [to_loss, to_callback])
+@pytest.mark.parametrize('how', made)
+def test_a_number_is_put_into_a_tensor_for_the_next_step(how, place, event):
+    "It is no number of the next step, and none of the program's results"
+    def story():
+        def put(cb):
+            if cb.training: place(cb, made[how](cb, 1+cb.pct_train))
+        def after_loss(cb):
+            if place is to_callback and cb.training: cb.learn.loss_grad = cb.loss_grad*cb.w
+        def before_fit(cb): cb.w = torch.tensor(1.)
+        cb = type('Puts', (Callback,), {event: put, 'after_loss': after_loss, 'before_fit': before_fit})()
+        return dict(loss_func=Weighs(), cbs=cb, opt_func=SGD), lambda l: [float(l.loss_func.w), float(cb.w)]
+    agrees(story, 'is set from the host within the step')

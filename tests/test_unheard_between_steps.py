@@ -195,16 +195,35 @@ class Bank(nn.Module):
             self.at[0] = (i+8)%16
         return F.mse_loss(p, t)+.1*(p.mean()-self.kept.to(p.device)).pow(2).mean()
 
-def test_a_module_within_a_loss_changes_its_buffers_on_the_host():
+@pytest.mark.parametrize('loss', [lambda bank, p, t: bank(p, t), lambda bank, p, t: bank.forward(p, t)], ids=['call', 'forward'])
+def test_a_module_within_a_loss_changes_its_buffers_on_the_host(loss):
     "The attempt at a program has run its `forward`"
     def make():
         bank = Bank()
-        learn = learner(loss_func=lambda p,t: bank(p, t))
+        class Outer(nn.Module):
+            def forward(self, p, t): return loss(bank, p, t)
+        learn = learner(loss_func=lambda p,t: outer(p, t))
+        outer = Outer()
         learn.bank = bank
         return learn
     def fit(learn):
         learn.fit(2, .05)
         learn.seen = [int(learn.bank.at), *(round(float(v), 3) for v in learn.bank.kept)]
+    compare(make, three, fit=fit)
+
+def test_fastai_makes_an_item_after_the_first_batch_to_count_the_inputs():
+    def make():
+        n = [0]
+        def count(xy):
+            n[0] += 1
+            return xy[0]*(1+n[0]/100),xy[1]
+        dls = DataLoaders(*(TfmdDL(list(zip(*numbers(m, seed=m))), bs=8, num_workers=0, after_item=ItemTransform(count)) for m in (40, 16)))
+        learn = learner(dls=dls)
+        learn.n = n
+        return learn
+    def fit(learn):
+        learn.fit(2, .05)
+        learn.seen = learn.n
     compare(make, three, fit=fit)
 
 class Fit: learn = SimpleNamespace(iter=0)

@@ -115,6 +115,7 @@ class Reads:
             elif isinstance(v, _draws): self._refuse(v, n)
             elif not _moves(v): self._walk(v, code, n)
         me = own.get(code.co_varnames[0]) if code.co_argcount else None
+        if isinstance(me, nn.Module): self.called(me)   # as where its `forward` is called by name
         self._later(me, code)
         if (type(me), code) in self._seen: return
         self._seen.add((type(me), code))

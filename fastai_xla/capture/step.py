@@ -85,7 +85,7 @@ class Trace:
         self.tape,rng,before = Tape(seed, others, taken),rng_state(),places()
         set_rng_state(rng)   # where numbers have been drawn already, the next ones begin a graph of their own
         self.memory,self.given,self.seeds = Memory(before, inputs, search),buffers(inputs),[rng]
-        was = n_reads(),xla_counts().fallbacks
+        was,self.newest = (n_reads(),xla_counts().fallbacks),tensor_id(torch.empty(0, device=here()))
         self.draws,self.left,self.graph = Draws(),Left(),None
         self.reads = Reads([*before.keys, *map(id, numbers.dicts)], numbers.places)
         numbers.show(self.tape)
@@ -153,6 +153,8 @@ def _step(self:Trace, fn, j, numbers):
     return out
 
 # %% ../../nbs/api/05g_capture.step.ipynb #204a5901
+_set = "a tensor of shape {} is set from the host within the step"
+
 @patch
 def _changed(self:Trace, before, after, numbers):
     "Sort what has changed into updates, replacements and numbers"
@@ -182,7 +184,7 @@ def _changed(self:Trace, before, after, numbers):
                       "optimizer's, nor an attribute of a callback; keep it in one of those")
     if any(p.requires_grad != r for p,_,r in self.memory.params): raise Refused("parameters are frozen or unfrozen within the step")
     if any(t.requires_grad != r for t,_,r in self.memory.inputs): raise Refused("the batch is made to require gradients within the step")
-    if fresh: raise Refused(f"a tensor of shape {tuple(fresh[0].shape)} is set from the host within the step")
+    if fresh: raise Refused(_set.format(tuple(fresh[0].shape)))
     replaced = ([(path, d, k) for d,k,t,path in before.tensors if d[k] is not t and (id(d), k) not in numbers.places]
                 + [scratch[id(d), k] for d,keys,_ in before.keys.values() for k in new.get(id(d), ()) if k not in keys])
     replaced += [(path, d, k) for d,k,v,(leaves,_),path in before.trees if self._tree_changed(d[k], leaves, path)]
@@ -242,14 +244,16 @@ def _moved(self:Trace):
 @patch
 def _collect(self:Trace, outs):
     "The roots of the graph, each once, and which of them goes where"
-    left,roots,at,own = self.left,[],{},set(map(id, self.memory.tensors))
+    left,roots,at,own = self.left,[],{},{id(t) for t in (*self.memory.tensors, *(t for t,*_ in self.memory.host))}
     def root(t):
         if (i := tensor_id(t)) not in at: roots.append(t)
         return at.setdefault(i, len(roots)-1)
     def leaf(t):
-        if not isinstance(t, torch.Tensor) or not is_xla(t) or id(t) in own: return ('same', t)
-        if pending([t])[0]: return ('root', root(t), _kind(t))
-        return ('input', self.given.index(b), _kind(t)) if (b := buffers([t])[0]) in self.given else ('same', t)
+        if not isinstance(t, torch.Tensor) or id(t) in own: return ('same', t)
+        if is_xla(t) and pending([t])[0]: return ('root', root(t), _kind(t))
+        if is_xla(t) and (b := buffers([t])[0]) in self.given: return ('input', self.given.index(b), _kind(t))
+        if not is_xla(t) or tensor_id(t) > self.newest: raise Refused(_set.format(tuple(t.shape)))   # a later step would make another one
+        return ('same', t)
     def tree(o, *at):
         leaves,spec = flatten(o)
         return [leaf(t.clone() if (*at, i) not in moved.get(id(t), ((*at, i),)) else t) for i,t in enumerate(leaves)],spec
