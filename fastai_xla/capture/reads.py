@@ -115,8 +115,7 @@ class Reads:
             elif isinstance(v, _draws): self._refuse(v, n)
             elif not _moves(v): self._walk(v, code, n)
         me = own.get(code.co_varnames[0]) if code.co_argcount else None
-        if isinstance(me, nn.Module): self.called(me)   # as where its `forward` is called by name
-        self._later(me, code)
+        self.called(me) if isinstance(me, nn.Module) else self._later(me, code)   # also by the name of `forward`, or of another method
         if (type(me), code) in self._seen: return
         self._seen.add((type(me), code))
         for c in type(me).__mro__:   # a method may be patched
@@ -126,9 +125,9 @@ class Reads:
 # %% ../../nbs/api/05f_capture.reads.ipynb #e6d7d119
 @patch
 def called(self:Reads,
-    m:nn.Module, # Module that is called within the step
+    m:nn.Module, # Module of which a method runs within the step
 ):
-    "Note a module, and its buffers on the host, which its `forward` may change"
+    "Note a module, and its buffers on the host, which it may change"
     if id(m) in self._seen: return
     self.modules.append(m)
     self._seen.add(id(m))
@@ -180,7 +179,7 @@ def returned(self:Reads,
 def _later(self:Reads, me, code):
     "Note what an object has not, which would come before its class's, or be found by `hasattr`; and its class"
     d,cls = getattr(me, '__dict__', None),type(me)
-    if isinstance(me, (nn.Module, torch.Tensor, type, ModuleType)) or is_library(cls.__module__) or not isinstance(d, dict): return
+    if isinstance(me, (torch.Tensor, type, ModuleType)) or is_library(cls.__module__) or not isinstance(d, dict): return
     self._read(me, '__class__', None, f'the class of a {cls.__name__}', me)
     for o,names in ((me, d), *((c, vars(c)) for c in cls.__mro__ if not is_library(c.__module__))):
         for k in code_names(code).attrs - names.keys(): self._read(names, k, None, f'{cls.__name__}.{k}', o, new=True)
