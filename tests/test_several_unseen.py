@@ -282,9 +282,8 @@ made = dict(of_the_device=lambda cb, v: torch.tensor(v, device=cb.x.device), of_
 def to_loss(cb, t): cb.learn.loss_func.w = t
 def to_callback(cb, t): cb.w = t
 
-@pytest.mark.parametrize('event', ['before_backward', 'after_step'])
-@pytest.mark.parametrize('place', [to_loss, to_callback])
-@pytest.mark.parametrize('how', made)
+@pytest.mark.parametrize('how,place,event', [*((how, place, 'after_step') for how in made for place in (to_loss, to_callback)),
+                                             ('of_the_device', to_callback, 'before_backward')])
 def test_a_number_is_put_into_a_tensor_for_the_next_step(how, place, event):
     "It is no number of the next step, and none of the program's results"
     def story():

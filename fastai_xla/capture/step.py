@@ -27,8 +27,8 @@ from .reads import Reads
 from .values import *
 
 # %% ../../nbs/api/05g_capture.step.ipynb #5727bc48
-aliased = ("somebody holds an alias or a view of what the step updates, such as `p.detach()` of a parameter; "
-           "`p.detach().clone()` holds the values")
+aliased = ("somebody holds an alias or a view of what the step updates, such as `p.detach()` of a parameter, where "
+           "`p.detach().clone()` holds the values, or a loss that has had no backward pass")
 
 # %% ../../nbs/api/05g_capture.step.ipynb #ea72d4cb
 class TracedGraph:
