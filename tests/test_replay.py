@@ -166,7 +166,7 @@ def annealed_hidden():
     hidden.scale = 1.
     return image_learner(cbs=[AnnealsHidden()], loss_func=hidden_loss)
 
-@pytest.mark.parametrize('name,make,why', [('a log', with_cbs(Logs), r'Logs.after_loss \(line \d+\) changes a list'),
+@pytest.mark.parametrize('name,make,why', [('a log', with_cbs(Logs), r'Logs.after_loss at .*, line \d+, changes a list'),
     ('a read', with_cbs(Reads), 'value of a tensor is read'),
     ('host randomness', with_cbs(Draws), 'random numbers on the host'), ('a changing number', annealed, 'scale.*has another value'),
     ('a hidden number', annealed_hidden, 'constant of the graph changes')])

@@ -23,6 +23,7 @@ from torch.autograd.graph import _engine_run_backward
 from fastcore.all import *
 from fastai.optimizer import _BaseOptimizer
 
+from ..runtime import file_name
 from .state import Refused
 
 # %% ../../nbs/api/05d_capture.effects.ipynb #95d5ad50
@@ -137,10 +138,12 @@ def _effect_of_code(frame):
     return ''
 
 # %% ../../nbs/api/05d_capture.effects.ipynb #05d0d001
+def _standing(code, line): return f'{code.co_name} at {file_name(code.co_filename)}, line {line},'
+
 def _place(frame):
     code = frame.f_code
     o = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
-    return f"{type(o).__name__+'.' if hasattr(type(o), code.co_name) else ''}{code.co_name} (line {frame.f_lineno})"
+    return f"{type(o).__name__+'.' if hasattr(type(o), code.co_name) else ''}{_standing(code, frame.f_lineno)}"
 
 stand_ins = set()   # code of functions of ours, each with the library's `f` in whose place it is
 

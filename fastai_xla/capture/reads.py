@@ -25,7 +25,7 @@ from ..runtime import *
 from ..graphs import *
 from .alive import *
 from .state import Kept, Refused, checksum, content, fill
-from .effects import is_library
+from .effects import _standing, is_library
 from .names import *
 from .watch import of_batch
 
@@ -288,7 +288,7 @@ def find_variables(self:Reads):
         for n,c in zip(f.__code__.co_freevars, f.__closure__ or ()): self._read(c, 'cell_contents', f.__code__, n)
     stored = frozenset().union(*(code_names(c).stores for c in self.asked))   # attributes that the step's code sets
     left = first((n, c) for c,names in self.asked.items() for n in sorted(names - stored))
-    if left: raise Refused(f"{left[1].co_name} (line {left[1].co_firstlineno}) reads `.{left[0]}` of what cannot be followed: "
+    if left: raise Refused(f"{_standing(left[1], left[1].co_firstlineno)} reads `.{left[0]}` of what cannot be followed: "
                            "an object that comes out of a call or an index; keep it in a variable or an attribute")
     self.places = {at: (d, k, kept, v if kept == id(v) else None, None, path, owner)
                    for at,(d,k,kept,v,_,path,owner) in self.places.items()}
