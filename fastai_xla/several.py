@@ -121,6 +121,7 @@ def noting_draws(self:Replay):
     seen = self.fit.draws.setdefault(self.learn.training, set()) if counted else set()
     seen.update(drew(was))
 
+# %% ../nbs/api/06bc_several.ipynb #7b0e2704
 @patch
 def alone(self:Replay) -> bool:
     "Is an item to be made after the batch at hand and before the next, in code of the user's that may count its items?"

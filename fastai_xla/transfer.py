@@ -97,6 +97,7 @@ def _fetch(ts):
 def _as_real(t): return torch.view_as_real_copy(t.detach()) if t.dtype == torch.complex128 else t
 def _as_was(t, h): return torch.view_as_complex(h) if t.dtype == torch.complex128 else h
 
+# %% ../nbs/api/00a_transfer.ipynb #347ce395
 before_fetch = []   # functions that are given what is to be fetched, and give what stands for it now
 _fetched,_here = [0],threading.local()   # reads that were fetched: in the process, in this thread
 

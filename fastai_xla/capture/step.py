@@ -29,6 +29,7 @@ from .values import *
 # %% ../../nbs/api/05g_capture.step.ipynb #5727bc48
 aliased = ("somebody holds an alias or a view of what the step updates, such as `p.detach()` of a parameter, where "
            "`p.detach().clone()` holds the values, or a loss that has had no backward pass")
+_set = "a tensor of shape {} is set from the host within the step"
 
 # %% ../../nbs/api/05g_capture.step.ipynb #ea72d4cb
 class TracedGraph:
@@ -153,8 +154,6 @@ def _step(self:Trace, fn, j, numbers):
     return out
 
 # %% ../../nbs/api/05g_capture.step.ipynb #204a5901
-_set = "a tensor of shape {} is set from the host within the step"
-
 @patch
 def _changed(self:Trace, before, after, numbers):
     "Sort what has changed into updates, replacements and numbers"
