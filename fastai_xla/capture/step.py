@@ -29,7 +29,8 @@ from .values import *
 # %% ../../nbs/api/05g_capture.step.ipynb #5727bc48
 aliased = ("somebody holds an alias or a view of what the step updates, such as `p.detach()` of a parameter, where "
            "`p.detach().clone()` holds the values, or a loss that has had no backward pass")
-_set = "a tensor of shape {} is set from the host within the step"
+_set = ("a tensor of shape {} is set from the host within the step; "
+        "`x.new_full(shape, value)` of a tensor `x` that is on the device makes it there")
 
 # %% ../../nbs/api/05g_capture.step.ipynb #ea72d4cb
 class TracedGraph:

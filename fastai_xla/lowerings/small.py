@@ -171,14 +171,15 @@ grouped = Lowering('_grouped_mm', lambda: True, 'ends the process')
 
 def _members(ends, n):
     "For each group, which of `n` rows are in it"
-    at,ends = torch.arange(n, device=ends.device),ends[:,None]
-    return (at < ends) & (at >= ends.roll(1, 0).index_fill(0, ends.new_zeros(1, dtype=torch.long), 0))
+    at,starts = torch.arange(n, device=ends.device),torch.cat([ends.new_zeros(1), ends[:-1]])
+    return (starts[:,None] <= at) & (at < ends[:,None])
 
 def _grouped_mm(a, b, offs=None, bias=None, out_dtype=None):
+    if bias is not None: raise RuntimeError('torch._grouped_mm: torch supports no bias yet; add it to the result')
     if offs is None: res = a @ b
     elif (a.dim(),b.dim()) == (2, 2): res = torch.stack([a.where(m, 0) @ b for m in _members(offs, a.shape[1])])
     elif a.dim() == 2: res = sum((a @ w).where(m[:,None], 0) for w,m in zip(b, _members(offs, len(a))))
     else: res = sum((w @ b).where(m, 0) for w,m in zip(a, _members(offs, b.shape[1])))
-    return (res if bias is None else res+bias).to(out_dtype or a.dtype)
+    return res.to(out_dtype or a.dtype)
 
 for _key in ('XLA', 'AutogradXLA'): grouped.kernel('_grouped_mm', key=_key, views=True)(_grouped_mm)
