@@ -230,9 +230,10 @@ def cuts_short(
     cb, # Callback
 ) -> bool:
     "May its `after_batch` end a batch's events, other than by ending the fit; or does it change what metrics are computed of?"
-    f = vars(cb).get('after_batch', getattr(type(cb), 'after_batch', None))
-    if is_user_callback(cb) and rewrites(f, {'loss', 'pred', 'y', 'yb'}): return True
-    return may_raise(cb, names_after(cb) if ends_batch(cb) else names_in(f, type(cb)), cancels[:-1])
+    fs = [vars(cb).get('after_batch', getattr(type(cb), 'after_batch', None)), *[type(cb).__call__]*hears_all(cb)]
+    if is_user_callback(cb) and any(rewrites(f, {'loss', 'pred', 'y', 'yb'}) for f in fs): return True
+    named = [names_after(cb) if ends_batch(cb) else {}, *(names_in(f, type(cb)) for f in fs)]
+    return any(may_raise(cb, o, cancels[:-1]) for o in named)
 
 # %% ../nbs/api/06a_events.ipynb #5e1a0c06
 def _says_grad(f):

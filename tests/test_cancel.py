@@ -30,6 +30,12 @@ class SkipsBatch(Callback):
     def after_pred(self):
         if self.training and self.iter == self.at: raise CancelBatchException
 
+class HearsAll(StopsTraining):
+    "An event is none of its methods"
+    after_batch = None
+    def __call__(self, event_name):
+        if event_name == 'after_batch' and self.training and self.iter == self.at: self.stop()
+
 def ran(cb, xla):
     set_seed(1)
     learn = image_learner(image_dls(n=8*16, n_valid=6*16, shuffle=False), cbs=cb)
@@ -40,7 +46,7 @@ def ran(cb, xla):
 
 @pytest.mark.parametrize('cb',
                          [partial(ShortEpochCallback, .6), partial(ShortEpochCallback, .6, short_valid=False), partial(StopsTraining, 5),
-                          partial(LeavesEpoch, 5), partial(Raises, 5, CancelTrainException()), partial(Raises, 5, CancelEpochException),
+                          partial(LeavesEpoch, 5), partial(HearsAll, 5), partial(Raises, 5, CancelTrainException()), partial(Raises, 5, CancelEpochException),
                           partial(SkipsBatch, 0), partial(SkipsBatch, 3)])
 def test_recorder_counts_what_it_has_heard(cb):
     (iters,n,losses,values),(iters1,n1,losses1,values1) = ran(cb(), False),ran(cb(), True)

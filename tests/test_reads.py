@@ -198,3 +198,26 @@ def test_cache():
         return learner(ce, Layer(lambda x: x@mask(4, x.device)))
     learn,_ = compare(make)
     assert not learn.xla_opt.replay.reasons.why
+
+norms = '''
+class Norm(torch.nn.BatchNorm2d):
+    "As timm's for split batches, which has an activation where it was made of a layer with one"
+    features = False
+    def forward(self, x):
+        x = super().forward(x)
+        if self.features: return x, self.indices
+        return self.act(x) if hasattr(self, 'act') else x
+'''
+
+class Activates(Callback):
+    def after_batch(self):
+        if self.training and (self.epoch, self.iter) == (0, 3): self.model[0].act = nn.Tanh()
+
+@pytest.mark.parametrize('cbs', [None, Activates])
+def test_what_a_module_of_a_library_does_not_have(cbs):
+    exec(norms, scope := dict(__name__='timm.norms', torch=torch))
+    def make():
+        model = nn.Sequential(scope['Norm'](1), nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(16, 10))
+        return Learner(image_dls(), model, loss_func=ce, cbs=cbs and cbs())
+    learn,_ = compare(make)
+    assert not learn.xla_opt.replay.reasons.why and n_runs(learn)

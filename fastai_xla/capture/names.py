@@ -10,6 +10,7 @@ __all__ = ['comprehensions', 'library_names', 'CodeNames', 'code_names', 'names_
 # %% ../../nbs/api/05ea_capture.names.ipynb #05ea0004
 import dis, functools
 from functools import partial
+from itertools import pairwise
 from types import FunctionType, MethodType, ModuleType
 from typing import NamedTuple
 
@@ -27,6 +28,14 @@ def _is_text(ins):
     if ops[2] in ('LOAD_CONST', 'LOAD_FAST', 'LOAD_GLOBAL', 'BUILD_LIST', 'BUILD_MAP'): del ops[2]   # the default
     return ops[0] in ('LOAD_FAST', 'LOAD_DEREF') and ops[1] == 'LOAD_CONST' and ops[2] in ('CALL', 'CALL_FUNCTION')
 
+def _of_self(code):
+    "Names that the code reads of its first argument, as in `self.act`, and of nothing else"
+    me,pairs = code.co_varnames[:bool(code.co_argcount)],list(pairwise(dis.get_instructions(code)))
+    stored = [a.argval for a,_ in pairs if a.opname.startswith('STORE_FAST')]   # or two of them
+    if any(n in (o if isinstance(o, tuple) else (o,)) for o in stored for n in me): return frozenset()
+    loads = [(b.argval, a.opname == 'LOAD_FAST' and a.argval in me) for a,b in pairs if b.opname in ('LOAD_ATTR', 'LOAD_METHOD')]
+    return frozenset(n for n,_ in loads) - {n for n,mine in loads if not mine}
+
 comprehensions = '<listcomp>', '<setcomp>', '<dictcomp>', '<genexpr>'
 
 class CodeNames(NamedTuple):
@@ -36,6 +45,7 @@ class CodeNames(NamedTuple):
     reads: frozenset # Of those that it does read
     stores: frozenset # Of those that it sets
     computed: bool # May it compute such a name?
+    of_self: frozenset # Of those that it reads of its first argument alone
 
 @functools.cache
 def code_names(
@@ -51,7 +61,7 @@ def code_names(
     attrs = loads | {o for o in texts if o.isidentifier()}
     asks = [ins[i:] for i,o in enumerate(ins) if o.argval == 'getattr']
     made = not all(map(_is_text, asks)) and bool(at('BUILD_STRING', 'FORMAT_VALUE', 'FORMAT_SIMPLE', 'BINARY_OP', 'FOR_ITER'))
-    return CodeNames(names, attrs, loads, at('STORE_ATTR'), made or 'vars' in names or '__dict__' in attrs)
+    return CodeNames(names, attrs, loads, at('STORE_ATTR'), made or 'vars' in names or '__dict__' in attrs, _of_self(code))
 
 # %% ../../nbs/api/05ea_capture.names.ipynb #05ea0006
 _types = (torch.Tensor, TensorBase, nn.Module, torch.Size, torch.finfo, torch.iinfo, torch.autograd.function.FunctionCtx, partial, slice,

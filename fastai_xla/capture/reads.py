@@ -103,7 +103,9 @@ class Reads:
                and not (isinstance(v, torch.Tensor) and (n not in code.co_freevars or is_xla(v)))}
         if (key := (code, *map(id, own.values()))) in self._seen: return
         self._seen.add(key)
-        if any(n and _is_cache(f) and f.__wrapped__.__code__ is code for f,n in self.caches.values()): self._fills(code.co_name)
+        # to forget what the step adds to a cache is to forget all that it keeps
+        if any(n and _is_cache(f) and f.__wrapped__.__code__ is code for f,n in self.caches.values()):
+            raise Refused(f"{code.co_name} fills a `functools.lru_cache` within the step, which nobody would do again; call it before the fit")
         self._alive.append(own)   # so that nothing else gets these ids
         self.codes.add(code)
         self.asked.setdefault(code, set() if code.co_name in comprehensions else set(code_names(code).reads - library_names))
@@ -116,6 +118,8 @@ class Reads:
             elif not _moves(v): self._walk(v, code, n)
         me = own.get(code.co_varnames[0]) if code.co_argcount else None
         self.called(me) if isinstance(me, nn.Module) else self._later(me, code)   # also by the name of `forward`, or of another method
+        # what is not there, as behind `hasattr`: a module's settings are compared, whichever it has
+        if isinstance(me, nn.Module): self.asked[code] -= code_names(code).of_self - names_had(me)
         if (type(me), code) in self._seen: return
         self._seen.add((type(me), code))
         for c in type(me).__mro__:   # a method may be patched
@@ -135,11 +139,6 @@ def called(self:Reads,
         if b is not None and not is_xla(b): self._read(m._buffers, k, None, f'{type(m).__name__}.{k}')
 
 # %% ../../nbs/api/05f_capture.reads.ipynb #3e3ebd10
-@patch
-def _fills(self:Reads, name):
-    "To forget what the step adds to a cache is to forget all that it keeps"
-    raise Refused(f"{name} fills a `functools.lru_cache` within the step, which nobody would do again; call it before the fit")
-
 @patch
 def _refuse(self:Reads, v, path):
     if _moves(v):
@@ -201,7 +200,7 @@ def _walk(self:Reads, v, code, path, depth=0):
     if isinstance(v, dict):
         for k in [k for k in v if isinstance(k, _plain)][:1000]: self._read(v, k, None, f'{path}[{k}]', v)
     if isinstance(v, (*_lists, dict, MethodType)): return
-    _,attrs,_,stores,any_name = code_names(code)
+    _,attrs,_,stores,any_name,_ = code_names(code)
     d = getattr(v, '__dict__', None)
     attrs = attrs | self.more | (d.keys() if any_name and isinstance(d, dict) else set())
     if isinstance(v, (ChainMap, UserDict, UserList)): attrs = attrs | {'maps', 'data'}   # which their own code reads
