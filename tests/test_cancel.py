@@ -46,7 +46,8 @@ def ran(cb, xla):
 
 @pytest.mark.parametrize('cb',
                          [partial(ShortEpochCallback, .6), partial(ShortEpochCallback, .6, short_valid=False), partial(StopsTraining, 5),
-                          partial(LeavesEpoch, 5), partial(HearsAll, 5), partial(Raises, 5, CancelTrainException()), partial(Raises, 5, CancelEpochException),
+                          partial(LeavesEpoch, 5), partial(HearsAll, 5),
+                          partial(Raises, 5, CancelTrainException()), partial(Raises, 5, CancelEpochException),
                           partial(SkipsBatch, 0), partial(SkipsBatch, 3)])
 def test_recorder_counts_what_it_has_heard(cb):
     (iters,n,losses,values),(iters1,n1,losses1,values1) = ran(cb(), False),ran(cb(), True)

@@ -21,13 +21,7 @@ from fastai.torch_core import TensorBase
 
 from .effects import with_inner
 
-# %% ../../nbs/api/05ea_capture.names.ipynb #6a101f2e
-def _is_text(ins):
-    "Is the name that a `getattr` at the head of these instructions asks for written out, as in `getattr(self.learn, 'x', None)`?"
-    ops = [i.opname for i in ins[1:10] if i.opname not in ('LOAD_ATTR', 'PUSH_NULL', 'PRECALL')]+['']*4
-    if ops[2] in ('LOAD_CONST', 'LOAD_FAST', 'LOAD_GLOBAL', 'BUILD_LIST', 'BUILD_MAP'): del ops[2]   # the default
-    return ops[0] in ('LOAD_FAST', 'LOAD_DEREF') and ops[1] == 'LOAD_CONST' and ops[2] in ('CALL', 'CALL_FUNCTION')
-
+# %% ../../nbs/api/05ea_capture.names.ipynb #05ea0009
 def _of_self(code):
     "Names that the code reads of its first argument, as in `self.act`, and of nothing else"
     me,pairs = code.co_varnames[:bool(code.co_argcount)],list(pairwise(dis.get_instructions(code)))
@@ -35,6 +29,13 @@ def _of_self(code):
     if any(n in (o if isinstance(o, tuple) else (o,)) for o in stored for n in me): return frozenset()
     loads = [(b.argval, a.opname == 'LOAD_FAST' and a.argval in me) for a,b in pairs if b.opname in ('LOAD_ATTR', 'LOAD_METHOD')]
     return frozenset(n for n,_ in loads) - {n for n,mine in loads if not mine}
+
+# %% ../../nbs/api/05ea_capture.names.ipynb #6a101f2e
+def _is_text(ins):
+    "Is the name that a `getattr` at the head of these instructions asks for written out, as in `getattr(self.learn, 'x', None)`?"
+    ops = [i.opname for i in ins[1:10] if i.opname not in ('LOAD_ATTR', 'PUSH_NULL', 'PRECALL')]+['']*4
+    if ops[2] in ('LOAD_CONST', 'LOAD_FAST', 'LOAD_GLOBAL', 'BUILD_LIST', 'BUILD_MAP'): del ops[2]   # the default
+    return ops[0] in ('LOAD_FAST', 'LOAD_DEREF') and ops[1] == 'LOAD_CONST' and ops[2] in ('CALL', 'CALL_FUNCTION')
 
 comprehensions = '<listcomp>', '<setcomp>', '<dictcomp>', '<genexpr>'
 

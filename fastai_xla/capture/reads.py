@@ -64,6 +64,9 @@ def _put_back(v, was):
     elif was is not None: fill(v, was)
 
 # %% ../../nbs/api/05f_capture.reads.ipynb #05f0d001
+# to forget what the step adds to a cache is to forget all that it keeps
+_fills = ' fills a `functools.lru_cache` within the step, which nobody would do again; call it before the fit'
+
 def _is_cache(f): return is_cached(f) and not is_library(f.__module__ or '')
 
 def _stays(o):
@@ -103,9 +106,7 @@ class Reads:
                and not (isinstance(v, torch.Tensor) and (n not in code.co_freevars or is_xla(v)))}
         if (key := (code, *map(id, own.values()))) in self._seen: return
         self._seen.add(key)
-        # to forget what the step adds to a cache is to forget all that it keeps
-        if any(n and _is_cache(f) and f.__wrapped__.__code__ is code for f,n in self.caches.values()):
-            raise Refused(f"{code.co_name} fills a `functools.lru_cache` within the step, which nobody would do again; call it before the fit")
+        if any(n and _is_cache(f) and f.__wrapped__.__code__ is code for f,n in self.caches.values()): raise Refused(code.co_name+_fills)
         self._alive.append(own)   # so that nothing else gets these ids
         self.codes.add(code)
         self.asked.setdefault(code, set() if code.co_name in comprehensions else set(code_names(code).reads - library_names))
@@ -117,9 +118,7 @@ class Reads:
             elif isinstance(v, _draws): self._refuse(v, n)
             elif not _moves(v): self._walk(v, code, n)
         me = own.get(code.co_varnames[0]) if code.co_argcount else None
-        self.called(me) if isinstance(me, nn.Module) else self._later(me, code)   # also by the name of `forward`, or of another method
-        # what is not there, as behind `hasattr`: a module's settings are compared, whichever it has
-        if isinstance(me, nn.Module): self.asked[code] -= code_names(code).of_self - names_had(me)
+        self.called(me, code) if isinstance(me, nn.Module) else self._later(me, code)   # also by the name of `forward`, or of another
         if (type(me), code) in self._seen: return
         self._seen.add((type(me), code))
         for c in type(me).__mro__:   # a method may be patched
@@ -130,8 +129,11 @@ class Reads:
 @patch
 def called(self:Reads,
     m:nn.Module, # Module of which a method runs within the step
+    code=None, # Of the method
 ):
     "Note a module, and its buffers on the host, which it may change"
+    # a module's settings are compared, whichever it has: what is not there, as behind `hasattr`, need not be followed
+    if code in self.asked: self.asked[code] -= code_names(code).of_self - names_had(m)
     if id(m) in self._seen: return
     self.modules.append(m)
     self._seen.add(id(m))
@@ -157,8 +159,7 @@ def _read(self:Reads, d, k, code, path, owner=None, new=False):
 @patch
 def _has(self:Reads, v, code, depth=0):
     "What of the names that `code` reads is an attribute of `v`?"
-    left = self.asked.get(code)
-    if not left: return
+    if not (left := self.asked.get(code)): return
     found = code_names(code).reads & names_had(v)   # there is a `torch.functional` beside that of `torch.nn`
     left -= found
     if not isinstance(v, ModuleType) or depth > 3: return
