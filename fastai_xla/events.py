@@ -229,7 +229,7 @@ def names_after(
 def cuts_short(
     cb, # Callback
 ) -> bool:
-    "May its `after_batch` end a batch's events, other than by ending the fit; or does it change what metrics are computed of?"
+    "May it end the events after a batch, other than by ending the fit; or does it change what metrics are computed of?"
     fs = [vars(cb).get('after_batch', getattr(type(cb), 'after_batch', None)), *[type(cb).__call__]*hears_all(cb)]
     if is_user_callback(cb) and any(rewrites(f, {'loss', 'pred', 'y', 'yb'}) for f in fs): return True
     named = [names_after(cb) if ends_batch(cb) else {}, *(names_in(f, type(cb)) for f in fs)]

@@ -22,12 +22,15 @@ from fastai.torch_core import TensorBase
 from .effects import with_inner
 
 # %% ../../nbs/api/05ea_capture.names.ipynb #05ea0009
+_loads = 'LOAD_ATTR', 'LOAD_METHOD'
+
 def _of_self(code):
     "Names that the code reads of its first argument, as in `self.act`, and of nothing else"
     me,pairs = code.co_varnames[:bool(code.co_argcount)],list(pairwise(dis.get_instructions(code)))
     stored = [a.argval for a,_ in pairs if a.opname.startswith('STORE_FAST')]   # or two of them
     if any(n in (o if isinstance(o, tuple) else (o,)) for o in stored for n in me): return frozenset()
-    loads = [(b.argval, a.opname == 'LOAD_FAST' and a.argval in me) for a,b in pairs if b.opname in ('LOAD_ATTR', 'LOAD_METHOD')]
+    loads = [(b.argval, a.opname == 'LOAD_FAST' and a.argval in me) for a,b in pairs if b.opname in _loads]
+    loads += [(i.argval, False) for c in with_inner(code)[1:] for i in dis.get_instructions(c) if i.opname in _loads]
     return frozenset(n for n,_ in loads) - {n for n,mine in loads if not mine}
 
 # %% ../../nbs/api/05ea_capture.names.ipynb #6a101f2e
@@ -56,7 +59,7 @@ def code_names(
     codes = [code, *(c for c in with_inner(code)[1:] if c.co_name in comprehensions)]   # these are given an iterator
     ins = [i for c in codes for i in dis.get_instructions(c)]
     at = lambda *ops: frozenset(i.argval for i in ins if i.opname in ops)
-    names,loads = at('LOAD_GLOBAL', 'LOAD_NAME'),at('LOAD_ATTR', 'LOAD_METHOD')
+    names,loads = at('LOAD_GLOBAL', 'LOAD_NAME'),at(*_loads)
     texts = [o for c in codes for o in c.co_consts if isinstance(o, str)]
     if 'attrgetter' in names | loads: texts = [t for o in texts for t in o.split('.')]
     attrs = loads | {o for o in texts if o.isidentifier()}
