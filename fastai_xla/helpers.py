@@ -50,10 +50,13 @@ def more_optimizers(self:LearnerStep):
     return list({id(o): o for o in map(innermost, self.parts.stateful) if not isinstance(o, Metric)}.values())
 
 # %% ../nbs/api/06aab_helpers.ipynb #06ac0007
+def _holding(opt, k): # One that is built around another may ask that for `k`
+    return [(vars(o), k) for o in (opt, *vars(opt).values()) if k in getattr(o, '__dict__', ())]
+
 def _groups_in(opt):
     "Where an optimizer has its groups: (dict, key), and all lists of parameters and groups"
-    if hasattr(opt, 'param_lists'): return [(vars(opt), 'param_lists')],[opt.param_lists, *opt.param_lists]
-    return [(vars(opt), 'param_groups'), *((g, 'params') for g in opt.param_groups)],[opt.param_groups, *groups_of(opt)]
+    if hasattr(opt, 'param_lists'): return _holding(opt, 'param_lists'),[opt.param_lists, *opt.param_lists]
+    return [*_holding(opt, 'param_groups'), *((g, 'params') for g in opt.param_groups)],[opt.param_groups, *groups_of(opt)]
 
 def _plain(l): return l.items if isinstance(l, L) else l
 

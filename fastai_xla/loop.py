@@ -20,8 +20,11 @@ from .compat.learner import keeps_metrics, no_inference_mode
 from .compat.metrics import on_host
 from .compat.mixup import mixes
 from .compat.optimizer import zeros_shown
-from .data import RawBatch, feed, feedable, in_groups
-from .capture.state import not_traced
+from .runtime import *
+from .graphs import pending
+from .apart import settle_apart
+from .data import RawBatch, feed, feedable, in_groups, _sent
+from .capture.state import flatten, not_traced
 from .capture.values import *
 from .capture.patches import set_aside, watched
 from .events import *
@@ -38,7 +41,16 @@ def _replay(learn):
     cb = learn.__dict__.get('xla_opt')
     return cb and cb.replay
 
-def _own(learn): return type(learn)._set_device.__module__ == 'fastai.learner'   # else batches are what fastai gives
+def _sets_device(learn): return type(learn)._set_device.__module__ == 'fastai.learner'   # and nobody else's
+
+def _fed(learn):
+    "Are the batches read ahead, and sent as they are? Else they are what the `DataLoader` gives"
+    return 'xla_opt' in vars(learn) and feedable(learn.dl) and _sets_device(learn)
+
+def _placed(learn, b):
+    "What `_set_device` makes of a batch; fastai's own would send tensor by tensor"
+    p = next(learn.model.parameters(), None)
+    return learn._set_device(_sent(b, p.device) if p is not None and is_xla(p) and _sets_device(learn) else b)
 
 def _unfolded(learn):
     "Do others call the callbacks, which would mix a batch before its transforms; or has fastai yet to count the batch's inputs?"
@@ -69,19 +81,20 @@ def all_batches(self:Learner):
     "Train or evaluate `self.model` on all the batches of `self.dl`"
     not_traced()
     mode = no_inference_mode() if 'xla_opt' in self.__dict__ else nullcontext()
-    order = Order(self) if 'xla_opt' in self.__dict__ and feedable(self.dl) else None
+    order = Order(self) if _fed(self) else None
     with mode, set_aside('another learner runs within the step'), r.within(order) if (r := _replay(self)) else nullcontext():
         _all_batches(self)
 
 def _as_one(self, r): return 1 if _replaced(self) else r.as_one()
 
 def _all_batches(self):
-    if _replay(self) is None or not feedable(self.dl) or not _own(self): return self._under_all_batches()
+    if _replay(self) is None: return self._under_all_batches()
     r,self.n_iter,i = _replay(self),len(self.dl),0
+    batches = feed(self.dl, r.n_steps, r.alone) if _fed(self) else self.dl
     r.looping,methods,log = True,None,None
     r.passes += self.xla_opt.fitting   # a prediction is not audited each time
     try:
-        for raws in in_groups(feed(self.dl, r.n_steps, r.alone), partial(_as_one, self, r)):
+        for raws in in_groups(iter(batches), partial(_as_one, self, r)):
             if (now := r.methods(methods)) != methods:   # of the first batch, or a callback has put others in their place
                 methods,other = now,_replaced(self)
                 log = None if other else log or r.log_of()
@@ -99,6 +112,13 @@ def _batches(learn, log, other, i, raws):
         (partial(_by, other) if other else _one_batch)(learn, i+j, b)
 
 # %% ../nbs/api/06c_loop.ipynb #acbdef70
+def _settle_given(r, b):
+    "Compute what a `DataLoader` that is not fed has left to compute of a batch"
+    ts = [t for t in flatten(b)[0] if is_xla(t)]
+    if not any(pending(ts)): return
+    settle_apart(ts)
+    r.fit.beside["what the DataLoader computes of its batches"] += 1
+
 @patch
 def _logged_batches(self:Learner, log, i, raws):
     "Batches of a learner with code of the user's"
@@ -106,7 +126,9 @@ def _logged_batches(self:Learner, log, i, raws):
     for j,b in enumerate(raws):
         self.iter = i+j
         if why := watched(): r.traced_batch(b, why)
-        elif log.serves(): log.one_batch(b)
+        elif log.serves():
+            if not isinstance(b, RawBatch): _settle_given(r, b)
+            log.one_batch(b)
         else: r.traced_batch(b, log.fit.off[self.training])
 
 # %% ../nbs/api/06c_loop.ipynb #bdcf89ea
@@ -121,7 +143,7 @@ def one_batch(self:Learner, i, b):
     state.begun = False
     folds = isinstance(b, RawBatch) and r.step.folds() and not _unfolded(self)
     state.raws,state.later = [b] if folds else None,[]
-    b = b.raw if folds else b.batch() if isinstance(b, RawBatch) else self._set_device(b)
+    b = b.raw if folds else b.batch() if isinstance(b, RawBatch) else _placed(self, b)
     try:
         self._split(b)
         self._with_events(self._do_one_batch, 'batch', CancelBatchException)

@@ -6,6 +6,7 @@ from fastai_xla.all import *
 from fastai_xla.aot.take import _state_of
 from fastai_xla.transfer import fetch
 from common import *
+from on_both import agree, told
 
 class Counts(torch.optim.SGD):
     "An optimizer that counts its steps in a tensor beside the states of its parameters"
@@ -29,6 +30,25 @@ def test_optimizer_with_a_tensor_of_its_own_in_its_state():
     learn.detach_xla()
     with learn.no_logging(), learn.no_bar(): learn.fit(1, 1e-2)
     test_eq(learn.opt.opt.state['k'].item(), 3*4)
+
+class Around(GetAttr):
+    "Has no groups of its own, and asks the optimizer within for what it lacks"
+    _default = 'opt'
+    def __init__(self, opt): self.opt = opt
+    def step(self, closure=None):
+        for p,*_ in self.opt.all_params(with_grad=True): p.grad.data.mul_(.5)
+        self.opt.step()
+    def zero_grad(self): self.opt.zero_grad()
+
+@pytest.mark.parametrize('opt', [SGD, partial(OptimWrapper, opt=torch.optim.SGD)])
+def test_an_optimizer_around_another_in_several_steps(opt):
+    make = lambda: image_learner(opt_func=lambda ps, **kwargs: Around(opt(ps, **kwargs)))
+    fit = lambda learn: learn.fit(4, 1e-2)
+    (_,there),(learn,here) = told(make, fit),told(make, fit, True, steps_per_execution=4)
+    assert not [k for k in there if not agree(there[k], here[k], 1e-4)]
+    report = learn.xla_report()
+    assert all('comes or goes' in why for why in report.plain), report.plain   # in the first step, the optimizer's state
+    assert report.per_batch('training')['executions'] < .5
 
 class Inside(torch.optim.Optimizer):
     "An optimizer around another one, as SAM's of public code; the inner one's groups are its own"
