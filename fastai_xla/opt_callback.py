@@ -23,6 +23,7 @@ from fastai.text.data import SortedDL
 from .runtime import *
 from .apart import *
 from .graphs import *
+from .shared import own_memory
 from .report import *
 from .draws import *
 from .capture.alive import all_tensors
@@ -147,6 +148,7 @@ class XLAOptCallback(Callback):
         settle(self.learn, opt=self.fitting)   # another model may be there for a prediction only
         self.shapes = {}
         if self.opt is not None: init_state(self.opt)
+        self.own()
         self.settle()
         if self.opt is not None: self.layout.place(modules_of(self.learn), [innermost(self.opt)])
         if self.fitting: self.log.between('before the fit')
@@ -159,6 +161,11 @@ class XLAOptCallback(Callback):
     def after_fit(self):       self.hidden()
 
 # %% ../nbs/api/06f_opt_callback.ipynb #7dfd670f
+@patch
+def own(self:XLAOptCallback):
+    "Parameters and buffers that have been made parts of a vector are tensors again"
+    own_memory([t for t in dict.fromkeys(t for m in modules_of(self.learn) for t in (*m.parameters(), *m.buffers())) if is_xla(t)])
+
 def _left_by(learn):
     "XLA tensors that a step leaves behind"
     ts = [t for m in modules_of(learn) for p in (*m.parameters(), *m.buffers()) for t in (p, p.grad)]
@@ -240,6 +247,7 @@ def _between(self:XLAOptCallback, where):
     use_device(self.device)
     move_learner(self.learn, self.device)   # a callback may have had it on the CPU
     self.hidden()   # or reset it
+    self.own()
     self.settle()
     if self.fitting: self.log.between(f'{where} epoch {self.epoch}')
 

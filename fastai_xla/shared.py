@@ -6,7 +6,7 @@ Docs: https://fastai-xla.github.io/fastai_xla/api/shared.html.md"""
 
 # %% auto #0
 __all__ = ['memory_of', 'is_shared', 'is_whole', 'is_detached', 'view_of', 'places_of', 'hold_value', 'put_value', 'put_whole',
-           'tell_views', 'settle_views']
+           'tell_views', 'settle_views', 'own_memory']
 
 # %% ../nbs/api/00ba_shared.ipynb #941b92a3
 import torch
@@ -118,3 +118,25 @@ def settle_views(
 ):
     "Compute those of `ts` that are views of what has changed, before a trace forgets what is pending"
     if any(pending(ts)): settle_tensors()
+
+# %% ../nbs/api/00ba_shared.ipynb #2a371464
+def _part(vec, t):
+    "What a view shows of its memory, which is as large as `vec`; None where it is no part of a vector"
+    metas = torch._C._functionalization.get_view_meta_sequence(t)
+    if _share.intersection(type(m).__name__ for m in metas): return None
+    with _disable_current_modes(): res = view_of(vec, metas)
+    return res if res is not None and res.shape == t.shape else None
+
+def own_memory(
+    ts:list, # XLA tensors, each once
+):
+    "Give those of `ts` that are parts of a vector which nobody else holds memory of their own"
+    with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+        views = groupby([t for t in ts if torch._is_functional_tensor(t) and not is_whole(t) and not is_detached(t)], memory_of)
+        for group in views.values():
+            shown = torch.zeros(group[0].untyped_storage().nbytes()//group[0].element_size(), dtype=torch.uint8)
+            parts = [_part(shown, t) for t in group]
+            if any(p is None for p in parts) or any(n_holders(group)): continue
+            for p in parts: p.add_(1)
+            if shown.max() > 1: continue   # some show the same number
+            for t in group: t.data = t.detach().clone()

@@ -156,3 +156,26 @@ def test_gan_of_two_learners():
             losses += [float(l) for l in learn.recorder.losses]
         return [*losses, *G.parameters(), *D.parameters()]
     for a,b in both(make): assert torch.allclose(a, b, rtol=1e-4, atol=1e-5)
+
+class TwiceDifferentiable(Learner):
+    def _backward(self): self.loss_grad.backward(create_graph=True)
+
+class Curvature(Callback):
+    "A step for two batches, by the slope of the squared gradients: through the graphs of both"
+    def after_backward(self):
+        if self.training and self.train_iter%2 == 0: raise CancelBatchException
+    def before_step(self):
+        ps = list(self.model.parameters())
+        slopes = torch.autograd.grad(sum((p.grad**2).sum() for p in ps), ps)
+        for p,s in zip(ps, slopes): p.grad = (p.grad + s).detach()
+
+@pytest.mark.parametrize('kwargs', [{}, dict(steps_per_execution=2)])
+def test_gradients_with_a_graph_are_for_the_next_step(kwargs, recorded):
+    def make():
+        dls = image_dls(n=8*8, n_valid=8, bs=8, shuffle=False)
+        model = nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.Tanh(), nn.Linear(8, 4))
+        return TwiceDifferentiable(dls, model, loss_func=CrossEntropyLossFlat(), cbs=Curvature(), opt_func=SGD)
+    fit = lambda learn: learn.fit(2, .1)
+    (_,there),(learn,here) = told(make, fit),told(make, fit, True, **kwargs)
+    assert not [k for k in there if not agree(there[k], here[k], 1e-4)]
+    assert any('gradients that have a graph' in why for why in learn.xla_report().plain)

@@ -183,6 +183,8 @@ def _changed(self:Trace, before, after, numbers):
         raise Refused(f"the step changes a tensor of shape {tuple(lost[0].shape)} that is neither the model's, the loss's nor its "
                       "optimizer's, nor an attribute of a callback; keep it in one of those")
     if any(p.requires_grad != r for p,_,r in self.memory.params): raise Refused("parameters are frozen or unfrozen within the step")
+    if any(p.grad is not None and p.grad.requires_grad for p,*_ in self.memory.params):
+        raise Refused("the step leaves gradients that have a graph, as `backward(create_graph=True)` makes them, for the next one")
     if any(t.requires_grad != r for t,_,r in self.memory.inputs): raise Refused("the batch is made to require gradients within the step")
     if fresh: raise Refused(_set.format(tuple(fresh[0].shape)))
     replaced = ([(path, d, k) for d,k,t,path in before.tensors if d[k] is not t and (id(d), k) not in numbers.places]
