@@ -175,7 +175,7 @@ class Shrinks(Callback):
         ps = list(self.model.parameters())
         nn.utils.vector_to_parameters(nn.utils.parameters_to_vector(ps).detach()*.9, ps)
 
-@pytest.mark.parametrize('event', ['before_fit', 'before_epoch', 'after_train', 'after_epoch'])
+@pytest.mark.parametrize('event', ['before_fit', 'after_epoch'])
 def test_weights_that_were_slices_of_a_vector_are_replayed(event, monkeypatch):
     from common import image_dls
     from on_both import compare, plain

@@ -8,10 +8,9 @@ from fastai_xla.parity.truth import HostDraws
 from probe import *
 from text_learners import *
 
-@pytest.mark.parametrize('config', [{}, dict(bidir=True)], ids=['dropout', 'bidir'])
-def test_lm_contract(config):
+def test_lm_contract():
     "One execution and nothing else per batch; the short batch at the end of the data is one graph more, once"
-    learn = fit(lm_learner(config=config, cbs=Probe()).to_xla(), 2, 1e-2)
+    learn = fit(lm_learner(config=dict(bidir=True), cbs=Probe()).to_xla(), 2, 1e-2)   # the other is a case of the coverage table
     short = {True: len(learn.dls.train)-1, False: len(learn.dls.valid)-1}
     costs = [(t, i, c) for t,i,c in learn.probe.rows]
     last = [c for t,i,c in costs if i == short[t]]

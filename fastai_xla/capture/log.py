@@ -151,9 +151,9 @@ def call(self:Log,
         if new and any(pending(new)): self.refuse(f"{call_name(f)} at {user_line()} is given a tensor that was made where nobody saw it")
     reads,flags,rng = n_reads() if saw else 0,self._flags(f, kwargs),rng_state()
     r = self._run(f, self._real(args), self._real(kwargs), before)
-    turned = [(o, flag) for o,flag in self._flags(f, kwargs) if flag and (o, flag) not in flags]
+    turned = [(o, flag) for o,flag in self._flags(f, kwargs).items() if flag and flags.get(o) != flag]
     turns = [(o, Kind(self._object(o))) for o,_ in turned]
-    if any(o < 0 and flag[2:] not in [(was or flag)[2:] for i,was in flags if i == o] for o,flag in turned):
+    if any(o < 0 and (o not in flags or flag[2:] != (flags[o] or flag)[2:]) for o,flag in turned):
         self.refuse(f"{call_name(f)} at {user_line()} changes the shape or the type of a tensor from before the step")
     there = any(map(is_on_xla, leaves := pytree.tree_leaves(r)))
     if saw and (n_reads() != reads or any(isinstance(l, T) and not is_xla(l) for l in leaves)):
@@ -210,9 +210,9 @@ def _watched(self:Log, f, args, kwargs):
 def _flags(self:Log, f, kwargs):
     "What is asked of tensors, around a call that may change it"
     name = getattr(f, '__name__', '')
-    if name not in _sets and 'out' not in kwargs and (not name.endswith('_') or name.endswith('__')): return []
+    if name not in _sets and 'out' not in kwargs and (not name.endswith('_') or name.endswith('__')): return {}
     with torch._C.DisableTorchFunctionSubclass():
-        return [(i, flags_of(t)) for i,t in (*enumerate(self.objs), *((-1-j, t) for j,t in enumerate(self.outside)))]
+        return {i: flags_of(t) for i,t in (*enumerate(self.objs), *((-1-j, t) for j,t in enumerate(self.outside)))}
 
 # %% ../../nbs/api/05l_capture.log.ipynb #bca16eef
 @patch

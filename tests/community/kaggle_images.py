@@ -29,7 +29,7 @@ def get_dls(path, df, fold, bs):
 
 def run(xla, seed, small=False):
     set_seed(seed)
-    n,folds,epochs = (360, 2, 3) if small else (1500, 3, 8)
+    n,folds,epochs = (360, 2, 2) if small else (1500, 3, 8)
     narrow = dict(stem_width=8, channels=(16, 32, 32, 64)) if small else {}
     with tempfile.TemporaryDirectory() as tmp:
         path = Path(tmp)
