@@ -228,6 +228,7 @@ def _audit(self:Logged, p):
     since,p.since,fit.audited[training] = p.since,p.runs,r.passes
     differs = p.audit(log.step_calls())
     if not differs: return p.numbers.ready(log.taken, log.nums)
+    if any(is_xla(t) and not is_whole(t) and not is_detached(t) for t in log.outside): raise Refused(aliased)   # and traced otherwise
     fit.off[training] = why = f"an audit found that the step is not what was recorded: {differs}"
     warnings.warn(_stale(r.learn, why, p.runs-since))
     r.fit.plain[why] += 1

@@ -153,7 +153,9 @@ class XLAOptCallback(Callback):
         if self.opt is not None: self.layout.place(modules_of(self.learn), [innermost(self.opt)])
         if self.fitting: self.log.between('before the fit')
 
-    def before_train(self):    self._begin('before training,')
+    def before_train(self):
+        init_state(self.opt)   # `freeze_to` clears it
+        self._begin('before training,')
     def after_train(self):     self._between('after training,')
     def before_validate(self): self._begin('before validation,')
     def after_validate(self):  self._between('after validation,')

@@ -127,16 +127,20 @@ def _part(vec, t):
     with _disable_current_modes(): res = view_of(vec, metas)
     return res if res is not None and res.shape == t.shape else None
 
+def _part_it(views):
+    "Are `views` parts of a vector of which no two show the same number?"
+    shown = torch.zeros(views[0].untyped_storage().nbytes()//views[0].element_size(), dtype=torch.uint8)
+    parts = [_part(shown, t) for t in views]
+    if any(p is None for p in parts): return False
+    for p in parts: p.add_(1)
+    return bool(shown.max() <= 1)
+
 def own_memory(
     ts:list, # XLA tensors, each once
 ):
-    "Give those of `ts` that are parts of a vector which nobody else holds memory of their own"
+    "Give views whose memory nobody else holds, or which part a vector among them, memory of their own"
     with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
         views = groupby([t for t in ts if torch._is_functional_tensor(t) and not is_whole(t) and not is_detached(t)], memory_of)
         for group in views.values():
-            shown = torch.zeros(group[0].untyped_storage().nbytes()//group[0].element_size(), dtype=torch.uint8)
-            parts = [_part(shown, t) for t in group]
-            if any(p is None for p in parts) or any(n_holders(group)): continue
-            for p in parts: p.add_(1)
-            if shown.max() > 1: continue   # some show the same number
-            for t in group: t.data = t.detach().clone()
+            if not any(n_holders(group)) and (len(group) == 1 or _part_it(group)):
+                for t in group: t.data = t.detach().clone()

@@ -199,3 +199,28 @@ def test_context():
     var.set(7)
     dls = DataLoaders.from_dsets(Context(), Context(), bs=4, num_workers=0, device=device())
     assert torch.cat([b.cpu() for b in dls.train]).eq(7).all()
+
+def adversary(learn):
+    "Steps of a network of its own through the learner's model, whose gradients the next step of that adds to its own"
+    net = nn.Linear(4, 64)
+    for p in net.parameters(): p.data.fill_(.1)
+    opt = torch.optim.Adam(net.to(learn.model[1].weight.device).parameters(), .1)
+    def after_batch(cb):
+        if not cb.training: return
+        dev = net.weight.device
+        loss = F.cross_entropy(cb.model(net(torch.ones(8, 4, device=dev)).view(8, 1, 8, 8)), torch.zeros(8, dtype=torch.long, device=dev))
+        opt.zero_grad()
+        loss.backward()
+        opt.step()
+    return Callback(after_batch=after_batch)
+
+def test_gradients_that_a_callback_leaves_are_no_other_graph():
+    "They are views, of which torch_xla traces now the view and now its base: an audit took that for another step"
+    from on_both import compare, plain
+    def make():
+        model = nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.Tanh(), nn.Linear(8, 4))
+        return Learner(image_dls(n=8*8, n_valid=8, bs=8, shuffle=False), model, loss_func=CrossEntropyLossFlat())
+    def fits(learn):
+        for cbs in (adversary(learn), None): learn.fit(2, 1e-2, cbs=cbs)
+    learn = compare(make, fits)
+    assert not plain(learn) and learn.xla_report().audits['training'] > 1

@@ -179,3 +179,14 @@ def test_gradients_with_a_graph_are_for_the_next_step(kwargs, recorded):
     (_,there),(learn,here) = told(make, fit),told(make, fit, True, **kwargs)
     assert not [k for k in there if not agree(there[k], here[k], 1e-4)]
     assert any('gradients that have a graph' in why for why in learn.xla_report().plain)
+
+class FreezesAgain(Callback):
+    "`freeze_to` clears the optimizer's state"
+    def before_epoch(self): self.learn.freeze_to(-1 - self.epoch//2)
+
+def test_state_that_is_cleared_within_a_fit_is_no_new_kind_of_step():
+    make = lambda: image_learner(image_dls(n=8*8, n_valid=8, bs=8), opt_func=partial(SGD, mom=.9), cbs=FreezesAgain())
+    fit = lambda learn: learn.fit(4, .1)
+    (_,there),(learn,here) = told(make, fit),told(make, fit, True, steps_per_execution=4)
+    assert not [k for k in there if not agree(there[k], here[k], 1e-4)]
+    assert not learn.xla_report().plain and learn.xla_report().costs['training'].executions < 32-8, learn.xla_report()

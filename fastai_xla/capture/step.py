@@ -17,6 +17,7 @@ from fastcore.all import *
 
 from ..runtime import *
 from ..graphs import *
+from ..shared import own_memory
 from ..seeds import *
 from ..transfer import *
 from ..draws import *
@@ -83,8 +84,10 @@ class Trace:
         search=False, # Look for tensors that the step changes and that are in none of the places?
         watched=True, # Watch what functions of the user's do beside computing?
     ):
+        before = places()
+        own_memory([p.grad for p in dict.fromkeys(t for _,_,t,_ in before.tensors) if is_xla(p) and p.is_leaf and p.grad is not None])
         settle_tensors()
-        self.tape,rng,before = Tape(seed, others, taken),rng_state(),places()
+        self.tape,rng = Tape(seed, others, taken),rng_state()
         set_rng_state(rng)   # where numbers have been drawn already, the next ones begin a graph of their own
         self.memory,self.given,self.seeds = Memory(before, inputs, search),buffers(inputs),[rng]
         was,self.newest = (n_reads(),xla_counts().fallbacks),tensor_id(torch.empty(0, device=here()))
