@@ -87,14 +87,15 @@ def all_batches(self:Learner):
 
 def _as_one(self, r): return 1 if _replaced(self) else r.as_one()
 
+def _given(self, r): return feed(self.dl, r.n_steps, r.alone) if _fed(self) else iter(self.dl)
+
 def _all_batches(self):
     if _replay(self) is None: return self._under_all_batches()
     r,self.n_iter,i = _replay(self),len(self.dl),0
-    batches = feed(self.dl, r.n_steps, r.alone) if _fed(self) else self.dl
     r.looping,methods,log = True,None,None
     r.passes += self.xla_opt.fitting   # a prediction is not audited each time
     try:
-        for raws in in_groups(iter(batches), partial(_as_one, self, r)):
+        for raws in in_groups(_given(self, r), partial(_as_one, self, r)):   # in no name: it closes as the loop ends, by an error too
             if (now := r.methods(methods)) != methods:   # of the first batch, or a callback has put others in their place
                 methods,other = now,_replaced(self)
                 log = None if other else log or r.log_of()

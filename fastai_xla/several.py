@@ -65,7 +65,6 @@ def _singly(self:Replay) -> str:
     "Why steps cannot be recorded as one; empty if they may be"
     step = self.step
     if self.fit.late: return self.fit.late
-    if not self.order: return "other code than fastai's gives its batches, one at a time"
     other = own_batch(self.learn)
     if other: return f"{other} runs in the place of fastai's; without `steps_per_execution` it is replayed"
     if not step.folds(): return f"{names_of(step.acting('looks at the batch', _looks))} looks at each batch before its step"
@@ -74,7 +73,7 @@ def _singly(self:Replay) -> str:
         cbs = step.acting(what, lambda cb: does(self.learn, cb, hypers_of(step.optimizers())))
         if cbs: return f"{names_of(cbs)} may {what}"
     if step.held_helpers(): return "the step changes an object that a callback, the loss or a layer keeps"
-    return self._read_between()
+    return self._read_between() if self.order else ''
 
 @patch
 def _tell_singly(self:Replay, why) -> bool: # Is there a reason?
@@ -131,7 +130,9 @@ def alone(self:Replay) -> bool:
 @patch
 def as_one(self:Replay) -> int:
     "How many batches from the one on that has just been read are done as one. The first tells what a step draws, if items do"
-    if self.n_steps == 1 or self.order and self.alone() or self.singly(): return 1
+    if self.n_steps == 1: return 1
+    given = '' if self.order else "other code than fastai's gives its batches, one at a time"
+    if self._tell_singly(given) or self.alone() or self.singly(): return 1
     return 1 if self._items_draw() and self.learn.training not in self.fit.draws else self.n_steps
 
 # %% ../nbs/api/06bc_several.ipynb #4d6803de

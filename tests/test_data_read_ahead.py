@@ -141,10 +141,10 @@ class Stop(Callback):
 
 @pytest.mark.parametrize('exc', [CancelEpochException, CancelTrainException, CancelFitException, KeyboardInterrupt, ValueError])
 def test_cancelled_fit(exc):
-    learn = image_learner().to_xla().remove_cb(ProgressCallback)
+    learn,held = image_learner().to_xla().remove_cb(ProgressCallback),None
     with learn.no_logging():
         try: learn.fit(1, cbs=Stop(exc))
-        except (KeyboardInterrupt, ValueError): pass
+        except (KeyboardInterrupt, ValueError) as e: held = e   # and with it the frames of the loop
         assert not feeders()
         learn.fit(1)
     assert learn.train_iter == len(learn.dls.train)
