@@ -185,10 +185,7 @@ def _changed(self:Trace, before, after, numbers):
     if lost := self.memory.changed_elsewhere():
         raise Refused(f"the step changes a tensor of shape {tuple(lost[0].shape)} that is neither the model's, the loss's nor its "
                       "optimizer's, nor an attribute of a callback; keep it in one of those")
-    if any(p.requires_grad != r for p,_,r in self.memory.params): raise Refused("parameters are frozen or unfrozen within the step")
-    if any(p.grad is not None and p.grad.requires_grad for p,*_ in self.memory.params):
-        raise Refused("the step leaves gradients that have a graph, as `backward(create_graph=True)` makes them, for the next one")
-    if any(t.requires_grad != r for t,_,r in self.memory.inputs): raise Refused("the batch is made to require gradients within the step")
+    self._check_graphs()
     if fresh: raise Refused(_set.format(tuple(fresh[0].shape)))
     replaced = ([(path, d, k) for d,k,t,path in before.tensors if d[k] is not t and (id(d), k) not in numbers.places]
                 + [scratch[id(d), k] for d,keys,_ in before.keys.values() for k in new.get(id(d), ()) if k not in keys])
@@ -199,6 +196,15 @@ def _changed(self:Trace, before, after, numbers):
     grads = [(p, p.grad, g) for p,g,_ in self.memory.params if p.grad is not g]
     left.grads = [(p, now) for p,now,_ in grads]
     left.regrades = any(now is None or was is None for _,now,was in grads)   # some come or go
+
+# %% ../../nbs/api/05g_capture.step.ipynb #55507a7d
+@patch
+def _check_graphs(self:Trace):
+    "Refuse what changes for the graphs of later steps"
+    if any(p.requires_grad != r for p,_,r in self.memory.params): raise Refused("parameters are frozen or unfrozen within the step")
+    if any(p.grad is not None and p.grad.requires_grad for p,*_ in self.memory.params):
+        raise Refused("the step leaves gradients that have a graph, as `backward(create_graph=True)` makes them, for the next one")
+    if any(t.requires_grad != r for t,_,r in self.memory.inputs): raise Refused("the batch is made to require gradients within the step")
 
 # %% ../../nbs/api/05g_capture.step.ipynb #e7c8e679
 @patch
