@@ -15,7 +15,7 @@ fits := import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 14))
 pythons := python3 python3.13 python3.12 python3.11 python3.10
 PYTHON ?= $(shell for p in $(pythons); do $$p -c '$(fits)' 2>/dev/null && echo $$p && break; done)
 BIN := .venv/bin
-# setuptools warns of what every editable installation is; to compile all modules, where a tenth is imported, takes a third of the time
+# setuptools warns of what every editable installation is; modules are compiled as they are imported: all of them take a third of the time
 editable := PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --no-compile -e
 TPU := $(if $(wildcard /dev/accel0 /dev/vfio/0),[tpu])
 

@@ -131,7 +131,7 @@ def alone(self:Replay) -> bool:
 def as_one(self:Replay) -> int:
     "How many batches from the one on that has just been read are done as one. The first tells what a step draws, if items do"
     if self.n_steps == 1: return 1
-    given = '' if self.order else "other code than fastai's gives its batches, one at a time"
+    given = '' if self.order else "other code than fastai's gives its batches, one at a time; take fastai's `DataLoader` and `_set_device`"
     if self._tell_singly(given) or self.alone() or self.singly(): return 1
     return 1 if self._items_draw() and self.learn.training not in self.fit.draws else self.n_steps
 

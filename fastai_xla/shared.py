@@ -127,7 +127,7 @@ def _part(vec, t):
     with _disable_current_modes(): res = view_of(vec, metas)
     return res if res is not None and res.shape == t.shape else None
 
-def _part_it(views):
+def _are_parts(views):
     "Are `views` parts of a vector of which no two show the same number?"
     shown = torch.zeros(views[0].untyped_storage().nbytes()//views[0].element_size(), dtype=torch.uint8)
     parts = [_part(shown, t) for t in views]
@@ -142,5 +142,5 @@ def own_memory(
     with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
         views = groupby([t for t in ts if torch._is_functional_tensor(t) and not is_whole(t) and not is_detached(t)], memory_of)
         for group in views.values():
-            if not any(n_holders(group)) and (len(group) == 1 or _part_it(group)):
+            if not any(n_holders(group)) and (len(group) == 1 or _are_parts(group)):
                 for t in group: t.data = t.detach().clone()

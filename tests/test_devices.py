@@ -41,7 +41,7 @@ def same(a, b):
 no_gradient = dict(convnet=(), tabular=(), text=(), words=('in_proj_bias',), unet=())
 # of the convnet a bias of a BatchNorm, which begins at 0: from 2e-6 to 2e-5 by the seed of its augmentations
 loss_tol,weight_tol = dict(unet=1e-5),dict(unet=1e-4, convnet=5e-5)
-slow = ('unet', 'text', 'convnet')
+slow = ('unet', 'text')
 
 @pytest.mark.parametrize('name', no_gradient)
 def test_models(name):

@@ -4,7 +4,6 @@ import pytest, torch
 from torch.utils.data import DataLoader as TorchLoader, TensorDataset
 from fastai.vision.all import *
 from fastai_xla.all import *
-from fastai_xla.logged import Logged
 from on_both import agree, compare, plain, told
 
 def tensors(n):
