@@ -244,27 +244,6 @@ def count_xla():
     try: yield res
     finally: res.__dict__.update((xla_counts()-before).__dict__)
 
-# %% ../nbs/api/00_runtime.ipynb #4e1f7a33
-def is_cleared(
-    p, # Parameter
-) -> bool: # False also where a backward pass has filled its gradient since
-    "Has `zero_grad` dropped its gradient?"
-    return getattr(p, '_cleared', None) is True
-
-def note_filled(
-    params, # Parameters, after a backward pass
-):
-    "Those of `params` that have a gradient are no longer cleared"
-    for p in params:
-        if hasattr(p, '_cleared'): p._cleared = is_cleared(p) if p.grad is None else None
-
-def note_none(
-    params, # Parameters whose gradient has been set to `None`, where fastai's `zero_grad` would have left zeros
-):
-    "They have none, and an optimizer passes over them"
-    for p in params:
-        if is_cleared(p): p._cleared = False
-
 # %% ../nbs/api/00_runtime.ipynb #4e1f7a36
 def file_name(
     path:str, # Of a code object

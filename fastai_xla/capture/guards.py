@@ -50,6 +50,7 @@ class Guards:
         self.host = [(d, k, content(t)) for d,was in memory.held if id(d) in self.of_modules
                      for k,t in was.items() if isinstance(t, torch.Tensor) and not is_xla(t)]   # buffers that are on the CPU
         self.weights = [memory.readers[i][0] for i,_ in trace.left.updated if i in memory.weights]
+        self.cleared = trace.left.cleared
         self.attrs,self.own,self.laid = [],[],[]   # readers and what they find: all, those that the step itself sets, layouts
 
     def place(self,
@@ -97,6 +98,7 @@ def hold(self:Guards,
         if [*map(type, self.classes[0])] != self.classes[1]: return False   # as `relu.__class__ = nn.GELU`
         if any(_layout(r) != was for r,was in self.laid): return False
         if any(not isinstance(d.get(k), torch.Tensor) or content(d[k]) != was for d,k,was in self.host): return False
+    if not self.cleared.holds(): return False
     # an attribute of a tensor of fastai's costs a call of Python otherwise
     with torch._C.DisableTorchFunctionSubclass():
         return not self.moved and all(_shape(r) == shape for r,shape in (self.own if untouched else self.attrs))

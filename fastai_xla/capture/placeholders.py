@@ -18,7 +18,7 @@ from fastcore.all import *
 from fastai.torch_core import TensorBase, _find_args
 
 from ..runtime import *
-from ..runtime import note_filled, note_none
+from ..cleared import *
 from ..graphs import *
 from ..draws import python_lock
 from .effects import is_library_name

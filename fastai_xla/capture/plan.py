@@ -160,7 +160,7 @@ class Results:
         self.replaced = [(d, k, leaves, _maker(spec), (id(d), k) in left.filled) for d,k,leaves,spec in left.replaced]
         self.outs = left.outs[0],_maker(left.outs[1])
         self.grads,self.counts = left.grads,left.counts
-        self.n_draws,self.regrades = trace.n_draws,left.regrades
+        self.n_draws,self.regrades,self.cleared = trace.n_draws,left.regrades,left.cleared
         self.shared = True   # do tensors that the step updates share memory, with each other or with one of somebody's?
 
     def place(self,
@@ -197,4 +197,5 @@ def put(self:Results,
         else: d[k] = v
     for p,r in self.grads: p.grad = None if r is None else res[r]
     for d,k,v in self.counts: put_number(d, k, values[v[0]] if type(v) is tuple else v)
+    self.cleared.leave()
     return _build(*self.outs, res, inputs)

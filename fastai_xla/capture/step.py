@@ -18,6 +18,7 @@ from fastcore.all import *
 from ..runtime import *
 from ..graphs import *
 from ..shared import own_memory
+from ..cleared import Cleared
 from ..seeds import *
 from ..transfer import *
 from ..draws import *
@@ -58,16 +59,7 @@ class Left:
         self.updated,self.replaced,self.grads = [],[],[]   # tensors of the memory, what is in their places, and gradients
         self.filled = set()   # (id, key) of places of lists that stay the same and hold other tensors
         self.regrades = False   # do gradients come or go?
-        self.counts,self.outs = [],None   # numbers; what the step returns
-
-# %% ../../nbs/api/05g_capture.step.ipynb #05g0f1a6
-def _flags(params): return [(vars(p), vars(p).get('_cleared', _flags)) for p in params]
-
-def _put_flags(flags):
-    "Has `zero_grad` dropped the gradient? As at the time of `_flags`, also where it had not been asked"
-    for d,cleared in flags:
-        if cleared is _flags: d.pop('_cleared', None)
-        else: d['_cleared'] = cleared
+        self.counts,self.outs,self.cleared = [],None,None   # numbers; what the step returns; `Cleared`
 
 # %% ../../nbs/api/05g_capture.step.ipynb #72a5f9fa
 class Trace:
@@ -94,14 +86,11 @@ class Trace:
         self.draws,self.left,self.graph = Draws(),Left(),None
         self.reads = Reads([*before.keys, *map(id, numbers.dicts)], numbers.places)
         numbers.show(self.tape)
-        flags = _flags(p for p,*_ in self.memory.params)
+        cleared = self.left.cleared = Cleared(p for p,*_ in self.memory.params)
         try:
-            outs = self._steps(fn, numbers, no_effects(self.reads) if watched else nullcontext())
+            with cleared.noted(): outs = self._steps(fn, numbers, no_effects(self.reads) if watched else nullcontext())
             self._look(outs, places, before, numbers, *was)
             then(self)
-        except BaseException:
-            _put_flags(flags)   # else an optimizer would take a gradient that has never been for zeros
-            raise
         finally:
             self.memory.restore()
             numbers.restore()

@@ -17,7 +17,7 @@ from torch import nn
 from fastcore.all import *
 
 from ..runtime import *
-from ..runtime import is_cleared
+from ..cleared import *
 from .effects import is_library, is_library_name, with_inner
 from .state import content
 

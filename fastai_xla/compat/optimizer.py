@@ -21,7 +21,7 @@ from fastai.optimizer import (Optimizer, Lookahead, OptimWrapper, average_grad, 
                               lamb_step, larc_layer_lr, larc_step, step_stat, debias)
 
 from ..runtime import *
-from ..runtime import is_cleared, note_filled, note_none
+from ..cleared import *
 from ..graphs import sync_between
 from ..transfer import *
 from ..patching import patch, theirs
@@ -64,14 +64,14 @@ def restore_cleared(
 ):
     "Give zeros to those of `params` whose gradient `zero_grad` has dropped"
     for p in params:
-        if p.grad is None and is_cleared(p): p.grad = torch.zeros_like(p)
+        if p.grad is None and was_cleared(p): p.grad = torch.zeros_like(p)
 
 @contextmanager
 def zeros_shown(
     params, # Parameters
 ):
     "Within the block, those of `params` whose gradient `zero_grad` has dropped have zeros"
-    zeros = [(p, torch.zeros_like(p)) for p in params if p.grad is None and is_cleared(p)]
+    zeros = [(p, torch.zeros_like(p)) for p in params if p.grad is None and was_cleared(p)]
     versions = [z._version for _,z in zeros]
     for p,z in zeros: p.grad = z
     try: yield
