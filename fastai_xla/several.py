@@ -19,7 +19,7 @@ from fastai.learner import Learner, CastToTensor
 
 from .compat.mixup import mixes
 from .draws import host_rng, drew
-from .data import changed_items, drawn_by, in_turn, keeps_state
+from .items import *
 from .capture.values import *
 from .events import *
 from .events import _is_users
@@ -98,6 +98,7 @@ def _read_between(self:Replay) -> str:
     learn,dl,seen = self.learn,self.learn.dl,self.fit.draws
     if dl.fake_l.num_workers: return ''
     if self.order.act: return "making the items of its DataLoader may change what a step looks at"
+    if dl in computing: return "the items of its DataLoader are computed on the device, maybe of what each of them changes"
     if self.order.reached or changed_items.get(dl):
         return "the user's code may look at the items of its DataLoader, or change them, after each of them"
     cbs = self.step.acting('a user callback after the batch', ends_batch)
