@@ -101,8 +101,8 @@ def one_batch(self:Logged,
         self._abandon()
         raise
     if cancelled: learn('after_cancel_batch')
-    learn('after_batch')
-    learn.replayed = None
+    try: learn('after_batch')
+    finally: learn.replayed = None   # where a callback ends the pass, too
 
 def _shape(t):
     with torch._C.DisableTorchFunctionSubclass(): return getattr(t, 'shape', None)

@@ -259,7 +259,8 @@ between_steps = {
     "let a metric of yours change what the next one looks at": lambda learn, cb, hypers:
         cb is learn.__dict__.get('recorder') and _metrics_change_step(learn),
     "let a metric of yours look at the model or its optimizer after each of them": lambda learn, cb, hypers:
-        cb is learn.__dict__.get('recorder') and _metrics_look(learn)}
+        cb is learn.__dict__.get('recorder') and _metrics_look(learn),
+    "look at what the recorder has noted of the one before it": lambda learn, cb, hypers: _reads_notes(learn, cb)}
 
 # %% ../nbs/api/06aac_reach.ipynb #a18da225
 def _metrics_change_step(learn):
@@ -270,11 +271,20 @@ def _metrics_change_step(learn):
     changed = set().union(*(attrs_set(f.__code__) for f,_ in found)) - {k for m in own for k in vars(m)}
     return bool(changed) and not changed.isdisjoint(_of_fit | _names_of_step(learn))
 
+_noted = {'losses', 'lrs', 'iters', 'values'}
+
+def _reads_notes(learn, cb):
+    "Does code of a callback that runs within a step, or with the recorder for `cb` that of the model and the loss, name them?"
+    rec = learn.__dict__.get('recorder')
+    os = [o for o in _running_in(learn) if not isinstance(o, Callback)] if cb is rec else ()
+    found = run_within(cb) if is_user_callback(cb) else [f for o in os for f in run_by(_own_code(o), _attributes(o))[0]]
+    names = {n for f,named in found if _is_own(f) for n in named}
+    return not _noted.isdisjoint(names) and ('recorder' in names or any(v is rec for v in vars(cb).values()))
+
 def _metrics_look(learn):
     "May a metric of the user's look at the model or its optimizer, which are those after the last step by the time it accumulates a batch?"
-    rec = learn.recorder
-    mets = learn.metrics if getattr(rec, 'train_metrics', False) else ()   # a package's recorder may have others
-    own = [m for m in (getattr(rec, 'smooth_loss', None), *mets) if _is_own(type(m))]
+    mets = learn.metrics if getattr(learn.recorder, 'train_metrics', False) else ()   # a package's recorder may have others
+    own = [m for m in (getattr(learn.recorder, 'smooth_loss', None), *mets) if _is_own(type(m))]
     runs = [run_by([(m.accumulate, type(m))], list(vars(m).values())) for m in own]
     if any(not {'model', 'opt'}.isdisjoint(named) for found,_ in runs for _,named in found): return True
     those = set(map(id, learn.model.modules()))

@@ -184,9 +184,10 @@ def several(self:Replay,
         self._set_hypers({k: v for k,v in held[j].items() if not j or now.get(k) == held[j-1].get(k)})
         self.take(j)
         before = j+1 < len(raws) and self._moved(b)
-        self.learn('after_batch')
+        try: self.learn('after_batch')
+        finally: learn.replayed = None   # where a callback ends the pass, too
         self._look_between(b, methods, before)
-    b.open,learn.replayed = False,None
+    b.open = False
     return True
 
 # %% ../nbs/api/06bc_several.ipynb #06bc0009

@@ -34,6 +34,7 @@ _plain = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device
 _lists = (list, tuple, set, frozenset, deque, L)
 _draws = (random.Random, np.random.Generator, np.random.RandomState, np.random.BitGenerator, torch.Generator)
 _bytes = bytearray, memoryview, array, ctypes.Array
+_arrays = np.ndarray, set, deque, *_bytes   # of which nobody else knows what they hold
 _missing = object()
 
 def _get(d, k):
@@ -88,10 +89,10 @@ def _items(v):
 class Reads:
     "What the user's functions have read within a step"
     def __init__(self,
-        known=(), # ids of dicts in which the step's changes are found elsewhere
+        known=(), # ids of dicts in which the step's changes are found elsewhere -> and those of lists and dicts there?
         numbers=(), # (id of a dict, key) of numbers that are inputs of the step
     ):
-        self.known = set(known)
+        self.known = dict(known)
         self.numbers = {(i, k[0] if type(k) is tuple else k) for i,k in numbers}   # one of a pair such as `betas` stands for it
         self.places,self.codes,self.caches,self._seen,self._alive = {},set(),{},set(),[]
         self.modules,self.more = [],set()   # that are called, wherever they are held; names that an `attrgetter` reads
@@ -256,10 +257,8 @@ def restore(self:Reads) -> str: # The first such place; empty if there is none
     for d,k,kept,v,was,path,owner in self.places.values():
         if id(d) in done: continue   # of a container that is as it was: what was read there later is of the step
         now = _get(d, k)
-        # of containers and arrays in place nobody else knows
-        if id(d) in self.known and not (now is v and isinstance(v, (np.ndarray, set, deque, *_bytes))): continue
-        moved = (now is not v and isinstance(v, torch.Tensor)
-                 or isinstance(v, torch.Tensor) and is_xla(v) and was is not None and pending([v])[0])
+        if id(d) in self.known and not (now is v and isinstance(v, _arrays if self.known[id(d)] else (*_arrays, list, dict))): continue
+        moved = isinstance(v, torch.Tensor) and (now is not v or is_xla(v) and was is not None and pending([v])[0])
         moved = moved or any(a is not b for a,b in zip(_items(v), _items(was)) if isinstance(a, torch.Tensor))
         if not moved and self._kept(now) == kept: continue
         if not found: found,self.holder = path,owner

@@ -84,7 +84,7 @@ class Trace:
         self.memory,self.given,self.seeds = Memory(before, inputs, search),buffers(inputs),[rng]
         was,self.newest = (n_reads(),xla_counts().fallbacks),tensor_id(torch.empty(0, device=here()))
         self.draws,self.left,self.graph = Draws(),Left(),None
-        self.reads = Reads([*before.keys, *map(id, numbers.dicts)], numbers.places)
+        self.reads = Reads(dict.fromkeys(map(id, numbers.dicts), False) | dict.fromkeys(before.keys, True), numbers.places)
         numbers.show(self.tape)
         cleared = self.left.cleared = Cleared(p for p,*_ in self.memory.params)
         try:
@@ -180,7 +180,10 @@ def _changed(self:Trace, before, after, numbers):
                 + [scratch[id(d), k] for d,keys,_ in before.keys.values() for k in new.get(id(d), ()) if k not in keys])
     replaced += [(path, d, k) for d,k,v,(leaves,_),path in before.trees if self._tree_changed(d[k], leaves, path)]
     replaced += [(path, d, k) for path,d,k,_ in others]
-    left.replaced = [(d, k, d[k]) for path,d,k in sorted(replaced, key=lambda o: o[0])]
+    paths = {id(d): path for path,d,_ in sorted(replaced, key=lambda o: o[0], reverse=True)}
+    order = {id(d): {k: i for i,k in enumerate(d)} for _,d,_ in replaced}   # new keys come in the order of the step
+    replaced.sort(key=lambda o: (paths[id(o[1])], order[id(o[1])][o[2]]))
+    left.replaced = [(d, k, d[k]) for _,d,k in replaced]
     left.filled = {(id(d), k) for d,k,v,*_ in before.trees if type(v) is list and d[k] is v}
     grads = [(p, p.grad, g) for p,g,_ in self.memory.params if p.grad is not g]
     left.grads = [(p, now) for p,now,_ in grads]

@@ -42,7 +42,11 @@ def fetch_attrs(
 ):
     "Bring the XLA tensors among the attributes of all `objs` to the host, in one transfer"
     attrs = [{k: v for k,v in vars(o).items() if has_xla(v)} for o in objs]
-    for o,new in zip(objs, fetch(attrs)): o.__dict__.update(new)
+    for o,was,new in zip(objs, attrs, fetch(attrs)):
+        for k,v in new.items():
+            if type(was[k]) is list: was[k][:] = v   # others may hold it, as who has given it to a metric
+            elif type(was[k]) is dict: was[k].update(v)
+            else: o.__dict__[k] = v
 
 @patch
 def accumulate(self:AvgSmoothLoss, learn):
