@@ -168,7 +168,8 @@ def _first(dl, it, settings):
     (computing.add if computed else computing.discard)(dl)
     drawn_by[dl] = drew(states)
     settled = settings.settle() and not drawn_by[dl] and dl not in changed_items and dl not in in_turn
-    may = dl.fake_l.num_workers > 0 or (dl.indexed and not (computed or any(has_xla(b.raw) for b in raws)) and not keeps_state(dl) and settled)
+    on_device = computed or any(has_xla(b.raw) for b in raws)
+    may = dl.fake_l.num_workers > 0 or (dl.indexed and not on_device and not keeps_state(dl) and settled)
     return chain(raws, it),may
 
 # %% ../nbs/api/06_data.ipynb #16fd8749

@@ -132,7 +132,8 @@ def alone(self:Replay) -> bool:
 def as_one(self:Replay) -> int:
     "How many batches from the one on that has just been read are done as one. The first tells what a step draws, if items do"
     if self.n_steps == 1: return 1
-    given = '' if self.order else "other code than fastai's gives its batches, one at a time; take fastai's `DataLoader` and `_set_device`"
+    given = '' if self.order else ("its batches are given one at a time, by other code than fastai's or a `DataLoader` without a device; "
+                                   "take fastai's, with `device=learn.dls.device`, and its `_set_device`")
     if self._tell_singly(given) or self.alone() or self.singly(): return 1
     return 1 if self._items_draw() and self.learn.training not in self.fit.draws else self.n_steps
 

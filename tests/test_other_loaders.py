@@ -73,7 +73,7 @@ def test_a_batch_is_one_transfer(loss):
 @pytest.mark.parametrize('loader', ['torch', 'own_set_device'])
 def test_several_steps_are_run_one_by_one(loader):
     def story(learn):
-        told_so = pytest.warns(UserWarning, match="gives its batches, one at a time") if hasattr(learn, 'xla_opt') else nullcontext()
+        told_so = pytest.warns(UserWarning, match="batches are given one at a time") if hasattr(learn, 'xla_opt') else nullcontext()
         with told_so: learn.fit(2, .1)
     make = lambda: learner(loader, CrossEntropyLossFlat)
     _,there = told(make, story)

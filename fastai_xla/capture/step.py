@@ -146,6 +146,13 @@ def _step(self:Trace, fn, j, numbers):
     if own is not None: raise Refused(_own_count.format(own), again=False)
     return out
 
+# %% ../../nbs/api/05g_capture.step.ipynb #6d353866
+def _in_order(places):
+    "Places (path, dict, key) by paths, those in one dict as they stand there: keys that are new come in the order of the step"
+    paths = {id(d): path for path,d,_ in sorted(places, key=lambda o: o[0], reverse=True)}
+    at = {id(d): {k: i for i,k in enumerate(d)} for _,d,_ in places}
+    return sorted(places, key=lambda o: (paths[id(o[1])], at[id(o[1])][o[2]]))
+
 # %% ../../nbs/api/05g_capture.step.ipynb #204a5901
 @patch
 def _changed(self:Trace, before, after, numbers):
@@ -180,10 +187,7 @@ def _changed(self:Trace, before, after, numbers):
                 + [scratch[id(d), k] for d,keys,_ in before.keys.values() for k in new.get(id(d), ()) if k not in keys])
     replaced += [(path, d, k) for d,k,v,(leaves,_),path in before.trees if self._tree_changed(d[k], leaves, path)]
     replaced += [(path, d, k) for path,d,k,_ in others]
-    paths = {id(d): path for path,d,_ in sorted(replaced, key=lambda o: o[0], reverse=True)}
-    order = {id(d): {k: i for i,k in enumerate(d)} for _,d,_ in replaced}   # new keys come in the order of the step
-    replaced.sort(key=lambda o: (paths[id(o[1])], order[id(o[1])][o[2]]))
-    left.replaced = [(d, k, d[k]) for _,d,k in replaced]
+    left.replaced = [(d, k, d[k]) for _,d,k in _in_order(replaced)]
     left.filled = {(id(d), k) for d,k,v,*_ in before.trees if type(v) is list and d[k] is v}
     grads = [(p, p.grad, g) for p,g,_ in self.memory.params if p.grad is not g]
     left.grads = [(p, now) for p,now,_ in grads]

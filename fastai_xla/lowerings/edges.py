@@ -39,7 +39,8 @@ for _n in ('sum.dim_IntList mean.dim prod.dim_int max.dim min.dim any.dim all.di
 
 # %% ../../nbs/api/01jb_lowerings.edges.ipynb #b2c1aa31
 def _keep_scatter():
-    _kernels.update({n: torch.library.get_kernel(f'aten::{n}', 'XLA') for n in ('scatter.value', 'scatter.value_reduce', 'baddbmm', 'cumprod')})
+    own = 'scatter.value', 'scatter.value_reduce', 'baddbmm', 'cumprod'
+    _kernels.update({n: torch.library.get_kernel(f'aten::{n}', 'XLA') for n in own})
     return True
 
 edges = Lowering('edges', _keep_scatter, '`roll` of nothing ends the process; `>>`, `clamp_min`, `pdist`, `repeat(0)` are wrong, or errors')
@@ -65,6 +66,7 @@ def _shifted(x, by):
     return torch.div(x, 2**n, rounding_mode='floor').to(dtype)
 edges.kernel('__rshift__.Scalar', '__rshift__.Tensor', 'bitwise_right_shift.Tensor', 'bitwise_right_shift.Tensor_Scalar')(_shifted)
 
+# %% ../../nbs/api/01jb_lowerings.edges.ipynb #85bc839f
 def _scattered(name, of_tensor):
     "By a tensor of the number where the index is longer than `x`, which torch_xla's own does not take"
     def _kernel(x, dim, index, value, **kwargs):
