@@ -164,11 +164,11 @@ def _first(dl, it, settings):
     "`it`, and whether it may be read ahead"
     states,before = host_rng(),xla_counts()
     raws = list(islice(it, 1))
-    computed = xla_counts() != before
-    (computing.add if computed else computing.discard)(dl)
+    now = xla_counts()   # transfers may be those of another thread
+    (computing.add if now.executions != before.executions else computing.discard)(dl)
     drawn_by[dl] = drew(states)
     settled = settings.settle() and not drawn_by[dl] and dl not in changed_items and dl not in in_turn
-    on_device = computed or any(has_xla(b.raw) for b in raws)
+    on_device = now != before or any(has_xla(b.raw) for b in raws)
     may = dl.fake_l.num_workers > 0 or (dl.indexed and not on_device and not keeps_state(dl) and settled)
     return chain(raws, it),may
 

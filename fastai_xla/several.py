@@ -11,6 +11,7 @@ __all__ = ['Order', 'uncounted']
 import warnings
 from contextlib import contextmanager
 
+from torch import nn
 from fastcore.all import *
 from fastai.callback.core import *
 from fastai.callback.fp16 import MixedPrecision
@@ -22,7 +23,7 @@ from .draws import host_rng, drew
 from .items import *
 from .capture.values import *
 from .events import *
-from .events import _is_users
+from .events import _is_users, _parts
 from .learner_parts import *
 from .learner_step import *
 from .learner_step import _looks
@@ -40,9 +41,16 @@ class Order:
     ):
         makers = makers_of(learn.dl)
         self.reached,self.act = reaches_items(learn, makers),items_act(learn, makers)
-        self.draws = may_draw(makers)
+        self.draws,self.asks = may_draw(makers),_ask_model(learn, makers)
         self.users = any(_is_users(getattr(f, 'func', f)) for _,named in makers for f,_ in named)   # code that makes items
-        (in_turn.add if self.reached or self.act or self.draws else in_turn.discard)(learn.dl)
+        (in_turn.add if self.reached or self.act or self.asks or self.draws else in_turn.discard)(learn.dl)
+
+def _ask_model(learn, makers):
+    "Does what makes items hold or name a part of the model?"
+    parts = set(map(id, learn.model.modules()))
+    named = [o for _,found in makers for _,names in found for os in names.values() for o in os]
+    held = [v for o,_ in makers for v in _parts(o)]
+    return any(id(m) in parts for v in (*named, *held) if isinstance(v, nn.Module) for m in v.modules())
 
 @patch
 @contextmanager
@@ -98,7 +106,8 @@ def _read_between(self:Replay) -> str:
     learn,dl,seen = self.learn,self.learn.dl,self.fit.draws
     if dl.fake_l.num_workers: return ''
     if self.order.act: return "making the items of its DataLoader may change what a step looks at"
-    if dl in computing: return "the items of its DataLoader are computed on the device, maybe of what each of them changes"
+    if self.order.asks or dl in computing:
+        return "the items of its DataLoader are computed on the device or by the model, maybe of what each of them changes"
     if self.order.reached or changed_items.get(dl):
         return "the user's code may look at the items of its DataLoader, or change them, after each of them"
     cbs = self.step.acting('a user callback after the batch', ends_batch)

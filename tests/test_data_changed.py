@@ -5,7 +5,7 @@ import pytest
 from fastai.vision.all import *
 from fastai.text.all import *
 import fastai_xla.data as data
-import fastai_xla.items as items
+import fastai_xla.items as items_module
 from fastai_xla.all import *
 from fastai_xla.transfer import *
 import on_both
@@ -66,7 +66,7 @@ def test_settings_are_found_without_a_look_at_the_items():
     for workers in (0, 1):
         dl = tls.dataloaders(bs=8, num_workers=workers, device=device()).train
         random.seed(0)
-        items.ItemSettings(dl, 2), data._holds_xla(dl.dataset)
+        items_module.ItemSettings(dl, 2), data._holds_xla(dl.dataset)
         state = random.getstate()
         random.seed(0)
         assert random.getstate() == state
@@ -83,7 +83,7 @@ def test_validation_of_stock_images_is_read_ahead_without_a_warning(tmp_path):
     with warnings.catch_warnings():
         warnings.filterwarnings('error', '.*read ahead')
         for _ in range(2): list(dls.valid)
-    assert dls.valid not in items.changed_items
+    assert dls.valid not in items_module.changed_items
 
 class Hits(Scaled):
     "Counts what it finds in its cache; the first batches are not there"
@@ -106,18 +106,18 @@ def test_a_vocabulary_that_is_asked_for_an_unknown_word_is_no_change():
         warnings.filterwarnings('error', '.*read ahead')
         stock = dl(lambda d: d)
         list(stock)
-    assert stock not in items.changed_items and len(stock.dataset.tfms[0].o2i) > 20
+    assert stock not in items_module.changed_items and len(stock.dataset.tfms[0].o2i) > 20
     changed = dl(lambda d: collections.defaultdict(int, d))
     for i,_ in enumerate(changed):
         if i == 1: changed.dataset.tfms[0].o2i['a'] = 7
-    assert changed in items.changed_items
+    assert changed in items_module.changed_items
 
 def test_what_a_dataset_counts_itself_is_no_change_of_the_trainings():
     dl = DataLoader(Hits(), bs=4, device=device(), num_workers=0)
     with warnings.catch_warnings():
         warnings.filterwarnings('error', '.*read ahead')
         for _ in range(2): list(dl)
-    assert dl.dataset.hits == 4 and dl in items.changed_items   # read in turn from now on
+    assert dl.dataset.hits == 4 and dl in items_module.changed_items   # read in turn from now on
 
 def test_nothing_is_read_while_a_step_is_traced(monkeypatch):
     "A trace shows other numbers, and holds all objects there are for a moment: a thread beside it has died of that"
@@ -204,18 +204,21 @@ def test_dataset_that_draws_only_in_some_batches():
     test_close(losses, right[2], 1e-5)
 
 class OfTheModel:
-    "Items that the model in training makes, as those of an agent that acts"
-    def __init__(self, net): self.net,self.x = net,torch.randn(40, 1, 8, 8, generator=torch.Generator().manual_seed(0))
+    "Items that the model in training makes, as those of an agent that acts; where they stay, nothing is computed as they are made"
+    def __init__(self, net, stay):
+        self.net,self.stay,self.x = net,stay,torch.randn(40, 1, 8, 8, generator=torch.Generator().manual_seed(0))
     def __len__(self): return len(self.x)
     def __getitem__(self, i):
-        with torch.no_grad(): sure = self.net(self.x[i:i+1].to(next(self.net.parameters()).device)).softmax(1).max().cpu()
-        return self.x[i]*(1+sure),torch.tensor(i%4)
+        x = self.x[i].to(next(self.net.parameters()).device)
+        with torch.no_grad(): x = x*(1+self.net(x[None]).softmax(1).max())
+        return x if self.stay else x.cpu(),torch.tensor(i%4)
 
 @pytest.mark.parametrize('kwargs', [{}, dict(steps_per_execution=3)], ids=['one', 'several'])
-def test_items_of_the_model_are_made_after_each_step(kwargs):
+@pytest.mark.parametrize('stay', [False, True])
+def test_items_of_the_model_are_made_after_each_step(stay, kwargs):
     def make():
         model = on_both.mlp()
-        items = OfTheModel(model)
+        items = OfTheModel(model, stay)
         return Learner(DataLoaders(*(DataLoader(items, bs=8) for _ in range(2))), model, loss_func=F.cross_entropy)
     def story(learn): learn.fit(2, .1)
     _,there = on_both.told(make, story)
@@ -223,3 +226,12 @@ def test_items_of_the_model_are_made_after_each_step(kwargs):
     with told: _,here = on_both.told(make, story, True, **kwargs)
     other = [k for k in there if not on_both.agree(there[k], here[k], 1e-4)]
     assert not other, [(k, there[k], here[k]) for k in other[:4]]
+
+def test_items_that_another_net_computes_on_the_device_are_made_in_turn():
+    "It may be one that a callback changes where nobody looks"
+    net = on_both.mlp().to(device())
+    items = OfTheModel(net, False)
+    learn = Learner(DataLoaders(*(DataLoader(items, bs=8) for _ in range(2))), on_both.mlp(), loss_func=F.cross_entropy)
+    learn.to_xla(steps_per_execution=3)
+    with learn.no_bar(), learn.no_logging(), pytest.warns(UserWarning, match='computed on the device'): learn.fit(1)
+    assert learn.dls.train in items_module.computing
