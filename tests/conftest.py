@@ -6,9 +6,9 @@ os.environ.setdefault('PJRT_DEVICE', 'CPU')
 os.environ.setdefault('MPLBACKEND', 'agg')
 # two processes run side by side, and threads of theirs that wait for each other take the cores
 os.environ.setdefault('OMP_NUM_THREADS', '1')
-# compiles in a fifth of the time, half of that by the third and the fourth; nothing here is timed
+# compiles in a fifth of the time, half of that by the last two; nothing here is timed
 quick_compiles = ('--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true --xla_cpu_use_fusion_emitters=false '
-    '--xla_cpu_parallel_codegen_split_count=1 --xla_backend_extra_options=xla_cpu_optimize_for_size=1')
+    '--xla_cpu_parallel_codegen_split_count=1')
 os.environ.setdefault('XLA_FLAGS', quick_compiles)
 # of some thousand graphs in one process, the later ones would find no address space
 os.environ.setdefault('XLA_COMPILATION_CACHE_SIZE', '128')

@@ -39,7 +39,7 @@ for _n in ('sum.dim_IntList mean.dim prod.dim_int max.dim min.dim any.dim all.di
 
 # %% ../../nbs/api/01jb_lowerings.edges.ipynb #b2c1aa31
 def _keep_scatter():
-    own = 'scatter.value', 'scatter.value_reduce', 'baddbmm', 'cumprod'
+    own = 'scatter.value', 'scatter.value_reduce', 'baddbmm'
     _kernels.update({n: torch.library.get_kernel(f'aten::{n}', 'XLA') for n in own})
     return True
 
@@ -54,11 +54,6 @@ def _repeat(x, repeats):
     if min(repeats, default=1) > 0: return as_before(torch.ops.aten.repeat.default, x, repeats)
     once = as_before(torch.ops.aten.repeat.default, x, [max(n, 1) if n >= 0 else n for n in repeats])
     return once[tuple(slice(0) if not n else slice(None) for n in repeats)].clone()
-
-@edges.kernel('cumprod', inference=False)
-def _cumprod(x, dim, *, dtype=None):
-    wide = dtype or (x.dtype if x.is_floating_point() or x.is_complex() else torch.int64)
-    return _kernels['cumprod'].call_boxed(_keys, x, dim, dtype=dtype) if x.numel() else x.to(wide, copy=True)
 
 def _shifted(x, by):
     dtype = torch.result_type(x, by)
