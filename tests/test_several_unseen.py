@@ -69,7 +69,7 @@ class Looks(torch.optim.Optimizer):
 
 @pytest.mark.parametrize('opt,k,why', [(Counts, 'k', "changes 'k'"), (Decays, 'weight_decay', "changes 'weight_decay'"),
                                        (torch.optim.SGD, 'lr', None), (Averages, 'lr', None),
-                                       (Looks, 'sizes', 'changes within the step')])
+                                       (Looks, 'sizes', 'param_groups[sizes] changes within the step')])
 def test_an_optimizer_that_changes_numbers_of_its_groups(opt, k, why): agrees(with_opt(opt, k), why)
 
 def test_state_of_an_optimizer_is_put_back():

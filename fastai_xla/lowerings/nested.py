@@ -21,22 +21,22 @@ nested.kernel('_nested_tensor_from_mask_left_aligned', inference=False)(lambda x
 
 _forward = nn.TransformerEncoder.forward
 
-def _leaves_out(enc, src, mask=None, src_key_padding_mask=None, is_causal=None):
-    "Would torch leave padding out, wherever it has nested tensors?"
-    if src_key_padding_mask is None or mask is not None or not getattr(enc, 'use_nested_tensor', False): return False
+def _left_out(enc, src, mask=None, src_key_padding_mask=None, is_causal=None):
+    "The mask of the padding that torch leaves out wherever it has nested tensors; `None` if it leaves none out"
+    if src_key_padding_mask is None or mask is not None or not getattr(enc, 'use_nested_tensor', False): return
     layer = enc.layers[0]
-    if layer.training or src.dim() != 3 or torch.is_autocast_enabled('xla') or not torch.backends.mha.get_fastpath_enabled(): return False
+    if layer.training or src.dim() != 3 or torch.is_autocast_enabled('xla') or not torch.backends.mha.get_fastpath_enabled(): return
     ts = [src, *layer.parameters()]
-    return all(type(t) in (torch.Tensor, nn.Parameter) for t in ts) and not (torch.is_grad_enabled() and any(t.requires_grad for t in ts))
-
-def _padding(src, mask=None, src_key_padding_mask=None, is_causal=None): return src_key_padding_mask
+    plain = all(type(t) in (torch.Tensor, nn.Parameter) for t in ts)
+    return src_key_padding_mask if plain and not (torch.is_grad_enabled() and any(t.requires_grad for t in ts)) else None
 
 @patch
 def __call__(self:nn.TransformerEncoder, *args, **kwargs):
     out = nn.Module.__call__(self, *args, **kwargs)
     mine = nested.active and type(self).forward is _forward and isinstance(out, torch.Tensor) and is_xla(out)
-    if not mine or not _leaves_out(self, *args, **kwargs): return out
-    keep = _padding(*args, **kwargs).logical_not()
+    padding = _left_out(self, *args, **kwargs) if mine else None
+    if padding is None: return out
+    keep = padding.logical_not()
     at_end = (keep[:,1:] <= keep[:,:-1]).all()
     none = out.new_zeros(1, 1, out.shape[-1])
     if self.norm is not None: none = self.norm.forward(none)   # no hook of it hears that
