@@ -242,7 +242,7 @@ def trace(self:LearnerStep,
     learn,rec,parts,raws = self.learn,getattr(self.learn, 'recorder', None),self.parts,self.batch.raws
     if parts.mixed and not torch.is_autocast_enabled('xla'): parts.mixed.autocast.__enter__()
     if raws is not None: self.transform(j)
-    end,was = None,learn.__dict__.get('loss_grad')
+    end,was = None,{k: learn.__dict__.get(k) for k in ('loss', 'loss_grad')}
     try: do_step(learn)
     except cancels as e: end = type(e)
     if end and len(raws or ()) > 1: raise Refused("a callback cancels a batch, and several are recorded as one")
@@ -250,8 +250,9 @@ def trace(self:LearnerStep,
     with kept_on_device(learn), as_counted(learn):
         for m in parts.mets if heard else (): _accumulate(m, learn)
         kept = [batch_of(m, learn) for m in parts.keeping if heard]
-    res = {k: getattr(learn, k) for k in ('xb', 'yb', 'pred', 'loss')} | dict(kept=kept)
-    if learn.__dict__.get('loss_grad') is not was: res['loss_grad'] = learn.loss_grad
+    res = {k: getattr(learn, k) for k in ('xb', 'yb', 'pred')} | dict(kept=kept)
+    # without labels they are those of an earlier batch
+    res |= {k: learn.__dict__[k] for k,v in was.items() if learn.__dict__.get(k) is not v or k == 'loss' and v is not None and is_xla(v)}
     if learn.training and any(m is rec.smooth_loss for m in parts.mets): res['smooth_loss'] = rec.smooth_loss.value
     return res,end
 

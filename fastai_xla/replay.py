@@ -223,8 +223,8 @@ def take(self:Replay,
     "Give the learner what the step has left"
     learn,b = self.learn,self.step.batch
     done,left = b.results[j]
-    learn.xb,learn.yb,learn.pred,learn.loss = (done[k] for k in ('xb', 'yb', 'pred', 'loss'))
+    for k in ('xb', 'yb', 'pred', 'loss', 'loss_grad'):
+        if k in done: setattr(learn, k, done[k])
     for (d,k),v in zip(left, done['left']): d[k] = v   # of several steps, each its own
-    if 'loss_grad' in done: learn.loss_grad = done['loss_grad']
     learn.replayed = SimpleNamespace(others=self.step.parts.others, smooth_loss=done.get('smooth_loss'), check=self._check_given)
     self.give([*self.step.parts.mets, *self.step.parts.keeping])

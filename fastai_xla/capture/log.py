@@ -26,7 +26,7 @@ from ..transfer import has_xla, n_reads
 from .effects import hooks_run
 from .known import *
 from .calls import *
-from .calls import deep_copy, from_lists, indexing, made_as, mask_of
+from .forms import *
 from .arguments import *
 from .waiting import *
 
@@ -120,6 +120,7 @@ def _special(self:Log, f, args, kwargs):
     if f is T.__setitem__ and is_on_xla(args[0]) and (mask := mask_of(*args)) is not None:
         self.call(T.masked_fill_, (args[0], self.call(T.to, (mask, args[0].device), {}), args[2]), {})
         return
+    if f in shaped_as or f in likes: args = on_host(f, args, kwargs)
     if f in indexing: args = (args[0], from_lists(args[1]), *args[2:])
     if f is T.new_tensor and not kwargs and isinstance(args[1], (np.ndarray, list, tuple)) and not has_xla(args[1]):
         return self.call(T.to, (torch.empty(0, dtype=args[0].dtype).new_tensor(args[1]), args[0].device), {})

@@ -12,7 +12,7 @@ import threading
 from functools import lru_cache
 from math import prod
 
-import torch
+import torch, torch.nn.functional as F
 from fastcore.all import *
 
 from ..graphs import *
@@ -105,6 +105,43 @@ def _unfold_backward(g, sizes, dim, size, step):
     dim %= len(sizes)
     n,g = sizes[dim],g.movedim(-1, dim+1).flatten(dim, dim+1)
     return g.clone() if step == size and n%size == 0 else g.new_zeros(sizes).index_add(dim, _windows(n, size, step, g.device), g)
+
+# %% ../../nbs/api/01f_lowerings.small.ipynb #314aaceb
+def _checked(op, dim, x, *args):
+    "Torch's own errors: the CPU looks at an empty batch, whose items have `dim` dimensions"
+    op(torch.empty((0, *x.shape[-dim:]) if x.dim() in (dim, dim+1) else x.shape), *args)
+
+def _n_windows(sizes, kernel_size, dilation, padding, stride):
+    return [(n + 2*p - d*(k-1) - 1)//s + 1 for n,k,d,p,s in zip(sizes, kernel_size, dilation, padding, stride)]
+
+def _places(x, dim, size, n, dilation, step):
+    ats = [i*dilation for i in range(size)]
+    return torch.stack([torch.ops.aten.slice(x, dim, at, at + (n-1)*step + 1, step) for at in ats], -3)
+
+@_composite('im2col')
+def _im2col(x, kernel_size, dilation, padding, stride):
+    _checked(torch.ops.aten.im2col, 3, x, kernel_size, dilation, padding, stride)
+    n = _n_windows(x.shape[-2:], kernel_size, dilation, padding, stride)
+    x = F.pad(x, (padding[1], padding[1], padding[0], padding[0]))
+    for dim in (-2, -1): x = _places(x, dim, kernel_size[dim], n[dim], dilation[dim], stride[dim])
+    return x.flatten(-5, -3).flatten(-2)
+
+def _together(x, dim, size, dilation, step):
+    "The sum of what `_places` gives, each in its place"
+    x = x.transpose(dim, -1)
+    x = F.pad(x.unsqueeze(-1), (0, step-1)).flatten(-2)
+    at = [(i*dilation, size - i*dilation - x.shape[-1]) for i in range(x.shape[-3])]   # what is cut off is zeros
+    return sum(F.pad(part, pads) for part,pads in zip(x.unbind(-3), at)).transpose(dim, -1)
+
+@_composite('col2im')
+def _col2im(x, output_size, kernel_size, dilation, padding, stride):
+    _checked(torch.ops.aten.col2im, 2, x, output_size, kernel_size, dilation, padding, stride)
+    n = _n_windows(output_size, kernel_size, dilation, padding, stride)
+    x = x.unflatten(-1, n).unflatten(-3, (-1, *kernel_size))
+    for dim in (-1, -2): x = _together(x, dim, output_size[dim] + 2*padding[dim], dilation[dim], stride[dim])
+    for dim in (-1, -2): x = x.narrow(dim, padding[dim], output_size[dim])
+    return x.clone()
+
 
 # %% ../../nbs/api/01f_lowerings.small.ipynb #314aace7
 @_composite('fill_diagonal_')
