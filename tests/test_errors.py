@@ -87,6 +87,17 @@ def test_nan_from_the_first_step():
     assert len([w for w in told if 'The loss is nan' in str(w.message)]) == 1
     assert len(learn.recorder.losses) == 16
 
+def test_a_batch_that_is_passed_over_is_no_end(recwarn):
+    class Skips(Callback):
+        def after_loss(self):
+            if self.training and self.iter == 1: self.learn.loss = self.loss*float('nan')
+            if torch.isnan(self.loss): raise CancelBatchException
+    learn = quiet(cbs=Skips()).to_xla()
+    learn.recorder.smooth_loss.beta = 0
+    with learn.no_logging(): learn.fit(2)
+    assert not all(map(math.isfinite, learn.recorder.losses)) and all(p.isfinite().all() for p in learn.model.parameters())
+    assert not [w for w in recwarn if 'The loss is' in str(w.message)]
+
 def test_no_such_warning_otherwise(recwarn):
     learn = quiet().to_xla()
     with learn.no_logging(): learn.fit(1)

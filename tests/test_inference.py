@@ -48,6 +48,20 @@ def test_predict_and_test_dl(pair):
         assert a == b and i == j and close([p], [q]) and type(p) is type(q)
     assert close(cpu.get_preds(dl=cpu.dls.test_dl(files))[:1], xla.get_preds(dl=xla.dls.test_dl(files))[:1])
 
+def test_items_without_labels_after_a_fit(tmp_path):
+    "Their batches have no loss; that of the fit is none of the step's"
+    images = [(o,) for o in torch.randn(6*16, 1, 8, 8)]
+    def left(xla):
+        set_seed(0)
+        learn = image_learner(image_dls(shuffle=False)).remove_cb(ProgressCallback)
+        if xla: learn.to_xla()
+        with learn.no_logging(): learn.fit(1)
+        return learn,learn.get_preds(dl=learn.dls.valid.new(images))[0]
+    (_,a),(learn,b) = left(False),left(True)
+    assert close([a], [b])
+    report = learn.xla_report()
+    assert not report.plain and report.per_batch('validation')['executions'] == 1, report.plain
+
 def test_validate(pair):
     cpu,xla = pair
     a,b = cpu.validate(),xla.validate()

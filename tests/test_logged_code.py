@@ -26,6 +26,12 @@ def index_assignment():
         x[:,1:3] += 1
         return x
     return net(f)
+def host_in_shape(make): return lambda: net(lambda s,x: x + make(x).to(x.device))
+stories |= dict(expands_as=host_in_shape(lambda x: torch.Tensor([.5]).expand_as(x)),
+    views_as=host_in_shape(lambda x: torch.arange(float(x.numel())).view_as(x)/99),
+    ones_of_the_host=host_in_shape(lambda x: torch.ones_like(x, device='cpu')),
+    draws_on_the_host=host_in_shape(lambda x: torch.rand_like(x, device='cpu')),
+    new_of_the_host=host_in_shape(lambda x: x.new_full(x.shape, .5, device='cpu')))
 @story
 def attention_of_torch():
     return net(lambda s,x: s.mods[0](x[:,None], x[:,None], x[:,None])[0][:,0], lambda: nn.MultiheadAttention(16, 2, batch_first=True))

@@ -295,3 +295,31 @@ def test_a_number_is_put_into_a_tensor_for_the_next_step(how, place, event):
         cb = type('Puts', (Callback,), {event: put, 'after_loss': after_loss, 'before_fit': before_fit})()
         return dict(loss_func=Weighs(), cbs=cb, opt_func=SGD), lambda l: [float(l.loss_func.w), float(cb.w)]
     agrees(story, 'is set from the host within the step')
+
+# --- what stores, and changes nothing
+
+def test_parts_of_a_loss_in_a_dict_of_its_own():
+    mse,mae = nn.MSELoss(),nn.L1Loss()
+    def loss(p, t):
+        parts = {}
+        parts['mse'] = mse(p, t)
+        parts['mae'] = mae(p, t)
+        return sum(parts.values())
+    agrees(lambda: (dict(loss_func=loss), lambda l: 0), '')
+
+def test_the_container_is_named():
+    "Of the variables of other scopes"
+    mse,seen = nn.MSELoss(),{}
+    def loss(p, t):
+        seen['n'] = len(p)
+        return mse(p, t)
+    agrees(lambda: (dict(loss_func=loss), lambda l: dict(seen)), 'stores into a container of another scope (seen)')
+
+def test_a_number_of_numpy_that_is_set_once():
+    class Chooses(Callback):
+        k = None
+        def before_fit(self): self.k = None
+        def after_loss(self):
+            if self.k is None: self.k = np.argmax([0, 1])
+            self.learn.loss_grad = self.loss_grad*(1 + self.k)
+    agrees(lambda: (dict(cbs=Chooses()), lambda l: l.chooses.k), '', n=3)

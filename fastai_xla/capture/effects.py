@@ -24,11 +24,12 @@ from fastcore.all import *
 from fastai.optimizer import _BaseOptimizer
 
 from ..runtime import file_name
+from .items_set import *
 from .state import Refused
 
 # %% ../../nbs/api/05d_capture.effects.ipynb #95d5ad50
 _libraries = {'torch', 'torch_xla', 'torchvision', 'fastai', 'fastcore', 'fastai_xla', 'numpy', 'fasttransform',
-    'plum', 'beartype', 'math', 'operator', '_operator', 'itertools', 'functools', '_functools', 'collections',
+    'plum', 'beartype', 'einops', 'math', 'operator', '_operator', 'itertools', 'functools', '_functools', 'collections',
     'contextlib', 'packaging', 'typing', 'types', 'abc', '_abc', 'enum', 'copy', 'dataclasses'}
 # of libraries, what writes or reads files
 _files = 'numpy.lib.npyio.', 'numpy.lib._npyio_impl.', 'torch.serialization.', 'fastcore.xtras.save_pickle', 'fastcore.xtras.load_pickle'
@@ -102,6 +103,12 @@ def _stored_into(frame, loads, ops):
     kinds = _containers if stores or {'__setitem__', '__delitem__'} & {*names} else ()   # `t.add_(1)` is of tensors alone
     if not kinds and not any(n.endswith('_') and n[0] != '_' for n in names): return
     values,new = frame.f_locals,_ids()
+    known = items_set(frame.f_code) if {'__setitem__', '__delitem__'}.isdisjoint(names) and made_by.isdisjoint(frame.f_globals) else None
+    if known is not None:
+        free = {*frame.f_code.co_freevars}
+        into = [n for n in known if n in free or _old(values.get(n, frame.f_globals.get(n)), new)]
+        if into or not any(n.endswith('_') and n[0] != '_' for n in names): return first(into)
+        kinds,stores = (),()
     far = [(n, values.get(n, frame.f_globals.get(n))) for n in dict.fromkeys((*loads, *values))]
     owners = [o for _,o in far if hasattr(o, '__dict__') and not isinstance(o, (ModuleType, torch.Tensor))]
     own = [(n, vars(o)[n]) for o in owners for n in names if n in vars(o) and not _of_optimizer(o, n)]
@@ -109,18 +116,12 @@ def _stored_into(frame, loads, ops):
     return first([n for n,v in far if n in free or _old(v, new, kinds)] + [n for n,v in own if _old_within(v, new, kinds)])
 
 # %% ../../nbs/api/05d_capture.effects.ipynb #e73787eb
-def _added_to(code):
-    "Variables such as `xs` in `xs += [x]`"
-    def adds(i): return i.opname == 'BINARY_OP' and i.argrepr.endswith('=') or i.opname.startswith('INPLACE_')
-    found = list(dis.get_instructions(code))
-    return [b.argval for a,b in zip(found, found[1:]) if b.opname == 'STORE_FAST' and adds(a)]
-
 def _effect_of_code(frame):
     "The same for what a Python function stores"
     if _is_hook(frame): return 'is a hook of the backward pass, run'
     code,was,found = frame.f_code,None,list(dis.get_instructions(frame.f_code))
     if 'cache_info' in code.co_names: return 'asks how often a cache was asked'
-    for n in _added_to(code):   # an argument, or a default
+    for n in added_to(code):   # an argument, or a default
         o = frame.f_locals.get(n)
         if not isinstance(o, tuple) and _old(o, _ids()): return f'changes {n}, a {type(o).__name__}, in place'
     loads,ops = [i.argval for i in found if i.opname in ('LOAD_GLOBAL', 'LOAD_DEREF', 'LOAD_NAME')],{i.opname for i in found}

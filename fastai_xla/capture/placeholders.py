@@ -158,8 +158,10 @@ def _real(self:Log, a):
 @patch
 def _with_graph(self:Log, args):
     "Where the user asks for a graph, it has to be there: a hook may be put on it"
-    asks = sys._getframe(3).f_globals.get('__name__', '')
+    frame = sys._getframe(3)
+    asks = frame.f_globals.get('__name__', '')
     hook = asks == torch.nn.Module.__module__ and torch.is_grad_enabled()   # of `register_backward_hook`, which is put on the graph
+    hook = hook and frame.f_code is not torch.nn.Module.register_parameter.__code__
     if is_library_name(asks) and not hook: return args
     why = f"a backward hook of a module that is called at {user_line()} runs in the backward pass" if hook else \
           f"{user_line()} asks for `grad_fn`, on which a hook may be put; `requires_grad` says as well whether there is one"

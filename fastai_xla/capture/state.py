@@ -49,7 +49,7 @@ def _kind_of(o):
     if isinstance(o, (tuple, list, dict)): return next(c for c in (tuple, list, dict) if isinstance(o, c))
     return object if isinstance(o, SimpleNamespace) or is_dataclass(o) and not isinstance(o, type) else None
 
-_plain = (int, float, bool, str, bytes, type(None), torch.dtype, torch.device)
+_plain = (int, float, bool, str, bytes, type(None), torch.dtype, torch.device, np.generic)
 @functools.cache
 def _flat_spec(cls, n): return pytree.tree_flatten(cls([0]*n))[1]   # of what nearly all are; pytree takes four times as long
 def flatten(

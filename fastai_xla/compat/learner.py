@@ -96,10 +96,15 @@ def after_batch(self:Recorder):
 _after_batch = Recorder.after_batch
 
 # %% ../../nbs/api/04b_compat.learner.ipynb #bfa7b52d
+def _all_finite(model):
+    found = [p.isfinite().all() for p in model.parameters()]
+    return bool(found) and torch.stack(found).all().item()
+
 def _warn_nan(rec, n_before):
     "Look at the epoch's losses, which come after `n_before` others"
     with torch._C.DisableTorchFunctionSubclass(): bad = (~torch.stack(rec.losses).isfinite()).nonzero() if rec.losses else rec.losses
     if len(bad) == 0 or rec.__dict__.get('_nan_told'): return
+    if _all_finite(rec.learn.model): return   # a callback has passed over such a batch, which the smoothed loss goes on with
     first,rec._nan_told = bad[0].item(),True
     warnings.warn(f"The loss is {rec.losses[first].item()} from step {n_before+first} of this fit on, and the weights with "
                   f"it. On XLA the loss is read at the end of an epoch only. Look for a learning rate that is too high, "
