@@ -30,7 +30,7 @@ def _cdist_backward(g, x1, x2, p, dist):
     return (g*part/dist**(p-1)).where((dist != 0) & (d != 0), 0).sum(-2)
 
 # %% ../../nbs/api/01fb_lowerings.distances.ipynb #01fb0008
-@composite('nansum')
+@differentiable('nansum')
 def _nansum(x, dim=None, keepdim=False, *, dtype=None):
     x = x.where(x == x, 0)
     return x.sum(dtype=dtype) if dim is None else x.sum(dim, keepdim, dtype=dtype)
@@ -43,7 +43,7 @@ def _logit_backward(g, x, eps=None):
     if eps is None: return res.where((x >= 0) & (x <= 1), math.nan)
     return res.where((x >= eps) & (x <= 1-eps), 0)
 
-@composite('multi_margin_loss')
+@differentiable('multi_margin_loss')
 def _multi_margin_loss(x, y, p=1, margin=1, weight=None, reduction=1):
     if p not in (1, 2): raise RuntimeError('only p == 1 and p == 2 supported')
     own = x.gather(-1, y.unsqueeze(-1))

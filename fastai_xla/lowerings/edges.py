@@ -122,7 +122,7 @@ def _by_cpu(op):
         return op(torch.view_as_complex(torch.view_as_real(x).cpu()), *args).to(x.device)
     return _kernel
 
-for _n in ('_fft_c2c', 'angle'): wide_complex.kernel(_n, key='AutogradXLA')(_by_cpu(getattr(torch.ops.aten, _n).default))
+wide_complex.kernel('angle', key='AutogradXLA')(_by_cpu(torch.ops.aten.angle.default))
 
 # %% ../../nbs/api/01jb_lowerings.edges.ipynb #e1dc0007
 def _keep_running():

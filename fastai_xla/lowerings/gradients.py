@@ -12,7 +12,6 @@ import torch
 from fastcore.all import *
 
 from .core import *
-from .edges import _by_cpu
 
 # %% ../../nbs/api/01i_lowerings.gradients.ipynb #c0a1000d
 elu = Lowering('elu', lambda: True, 'takes the input of ELU for its result: a wrong gradient')
@@ -49,4 +48,4 @@ def _embedding_sparse_backward(g, i, n, padding_idx, scale_grad_by_freq):
 half_spectrum = Lowering('half_spectrum', lambda: True, 'the gradient of `irfft` ends with an error in that of `rfft`')
 
 @half_spectrum.kernel('_fft_c2r', key='AutogradXLA')
-def _fft_c2r(x, *args): return _by_cpu(torch.ops.aten._fft_c2r.default)(x*1 if x.requires_grad else x, *args)
+def _fft_c2r(x, *args): return as_before(torch.ops.aten._fft_c2r.default, x*1 if x.requires_grad else x, *args)

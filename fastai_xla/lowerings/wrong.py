@@ -157,7 +157,7 @@ def _keep_parts():
     _kernels['view_as_real_copy'] = torch.library.get_kernel('aten::view_as_real_copy', 'XLA')
     return True
 
-of_complex = Lowering('complex', _keep_parts, '`acosh`, gradients of `tanh` and `sigmoid` are wrong; `istft` ends the process')
+of_complex = Lowering('complex numbers', _keep_parts, '`acosh`, gradients of `tanh` and `sigmoid` are wrong; `istft` ends the process')
 
 @of_complex.kernel('view_as_real_copy', inference=False)
 def _view_as_real(z):
