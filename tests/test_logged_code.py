@@ -33,6 +33,14 @@ stories |= dict(expands_as=host_in_shape(lambda x: torch.Tensor([.5]).expand_as(
     draws_on_the_host=host_in_shape(lambda x: torch.rand_like(x, device='cpu')),
     new_of_the_host=host_in_shape(lambda x: x.new_full(x.shape, .5, device='cpu')))
 @story
+def rows_of_a_mask_of_the_host():
+    def f(s, x):
+        mask = torch.rand(len(x)).argsort() < 5   # as many each time
+        pad = x.new_zeros(x.shape)
+        pad[mask] = x[mask].relu()
+        return pad + x
+    return net(f)
+@story
 def attention_of_torch():
     return net(lambda s,x: s.mods[0](x[:,None], x[:,None], x[:,None])[0][:,0], lambda: nn.MultiheadAttention(16, 2, batch_first=True))
 @story

@@ -323,3 +323,11 @@ def test_a_number_of_numpy_that_is_set_once():
             if self.k is None: self.k = np.argmax([0, 1])
             self.learn.loss_grad = self.loss_grad*(1 + self.k)
     agrees(lambda: (dict(cbs=Chooses()), lambda l: l.chooses.k), '', n=3)
+
+class Weighted(nn.Module):
+    def __init__(self, w):
+        super().__init__()
+        self.w = w
+    def forward(self, p, t): return F.mse_loss(p, t)*self.w
+
+def test_a_module_that_is_made_within_the_step(): agrees(lambda: (dict(loss_func=lambda p,t: Weighted(.5)(p, t)), lambda l: 0), '')

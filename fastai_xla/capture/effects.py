@@ -29,7 +29,7 @@ from .state import Refused
 
 # %% ../../nbs/api/05d_capture.effects.ipynb #95d5ad50
 _libraries = {'torch', 'torch_xla', 'torchvision', 'fastai', 'fastcore', 'fastai_xla', 'numpy', 'fasttransform',
-    'plum', 'beartype', 'einops', 'math', 'operator', '_operator', 'itertools', 'functools', '_functools', 'collections',
+    'plum', 'beartype', 'einops', 'opt_einsum', 'math', 'operator', '_operator', 'itertools', 'functools', '_functools', 'collections',
     'contextlib', 'packaging', 'typing', 'types', 'abc', '_abc', 'enum', 'copy', 'dataclasses'}
 # of libraries, what writes or reads files
 _files = 'numpy.lib.npyio.', 'numpy.lib._npyio_impl.', 'torch.serialization.', 'fastcore.xtras.save_pickle', 'fastcore.xtras.load_pickle'

@@ -50,7 +50,8 @@ def items_set(
 ) -> list: # Names; `None` where other containers may be meant
     "Arguments and variables of other scopes into whose items a function stores. Containers that it makes are left out"
     code = [i for i in dis.get_instructions(f) if i.opname not in ('CACHE', 'EXTENDED_ARG', 'NOP')]
-    args,set_at,res = {*f.co_varnames[:_n_args(f)]},{},[]
+    *args,own = f.co_varnames[:_n_args(f)] if f.co_flags & inspect.CO_VARKEYWORDS else (*f.co_varnames[:_n_args(f)], '')
+    set_at,res = {},[]
     for n,i in enumerate(code):
         if not i.opname.startswith('STORE_FAST'): continue
         for name in i.argval if isinstance(i.argval, tuple) else (i.argval,): set_at.setdefault(name, []).append((n, i.opname))
@@ -58,8 +59,8 @@ def items_set(
         if i.opname not in _stores: continue
         op,name = _maker_of(code, n, _stores[i.opname]) or ('', '')
         if op not in _loads or op == 'LOAD_DEREF' and name not in f.co_freevars: return
-        if not op.startswith('LOAD_FAST') or name not in set_at: res.append(name)
-        elif name in args or not all(o == 'STORE_FAST' and _is_new(code, m) for m,o in set_at[name]): return
+        if not op.startswith('LOAD_FAST') or name not in set_at: res += [name]*(name != own)   # the dict of `**kwargs` is new
+        elif name in (*args, own) or not all(o == 'STORE_FAST' and _is_new(code, m) for m,o in set_at[name]): return
     return res
 
 # %% ../../nbs/api/05ca_capture.items_set.ipynb #05ca0014

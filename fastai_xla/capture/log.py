@@ -122,6 +122,7 @@ def _special(self:Log, f, args, kwargs):
         return
     if f in shaped_as or f in likes: args = on_host(f, args, kwargs)
     if f in indexing: args = (args[0], from_lists(args[1]), *args[2:])
+    if f in indexing and is_on_xla(args[0]): args = (args[0], numbered(*args[:2]), *args[2:])
     if f is T.new_tensor and not kwargs and isinstance(args[1], (np.ndarray, list, tuple)) and not has_xla(args[1]):
         return self.call(T.to, (torch.empty(0, dtype=args[0].dtype).new_tensor(args[1]), args[0].device), {})
     return self.call(f, args, kwargs)
