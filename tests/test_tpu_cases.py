@@ -36,6 +36,21 @@ def test_case_compiles(group, name):
     assert not any(p.program.wide() for p in r.programs)   # no float64
     assert len(r.programs) == 2 and r.flops > 0 and r.bound_ms > 0 and r.step.program.cycles > 1000
 
+class Spectral(nn.Module):
+    "A layer of a Fourier neural operator"
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(8, 5, 2))
+    def forward(self, x):
+        z = torch.fft.rfft2(x.view(-1, 8, 8), norm='ortho')*torch.view_as_complex(self.w)
+        return torch.fft.irfft2(z, s=(8, 8), norm='ortho').flatten(1)
+
+@needs_compiler
+def test_fourier_transforms_compile():
+    dls = DataLoaders.from_dsets([(torch.randn(64), 0)]*32, [(torch.randn(64), 0)]*16, bs=16, num_workers=0)
+    r = report(Learner(dls, nn.Sequential(Spectral(), nn.Linear(64, 4)), loss_func=CrossEntropyLossFlat()))
+    assert r and [p.traced.why for p in r.programs] == ['', ''] and not any(p.program.wide() for p in r.programs), r.error
+
 def test_table_has_all_cases_and_what_fails_is_known():
     v5e = table[table.topology == 'v5e']
     rows = set(zip(v5e.group, v5e.case))
