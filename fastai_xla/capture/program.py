@@ -157,7 +157,7 @@ def _compile(self:Program, calls, a, b, true):
     known,graph = known_constants(),b.graph
     for k,c in graph.consts.items():
         if k not in meanings and a.graph.buffers[k] == graph.buffers[k] and graph.buffers[k] not in known and c.dim():
-            raise Refused(f"the step reads a tensor of shape {tuple(c.shape)} that it was not given")
+            raise Refused(f"the step reads a tensor of shape {tuple(c.shape)} that it was not given, as of a view you keep: `clone()` it")
     self.meanings,self.graph,self.left,self.n_draws = meanings,graph,b.left,b.n_draws
     self.numbers = PathNumbers(b.steps.done, {k: (m, graph.consts[k].dtype) for k,m in meanings.items()})
     # the memory of what is updated is taken over; else each step that waits for the device would hold another copy of it
