@@ -119,8 +119,7 @@ class Reads:
             elif isinstance(v, _draws): self._refuse(v, n)
             elif not _moves(v): self._walk(v, code, n)
         me = own.get(code.co_varnames[0]) if code.co_argcount else None
-        is_module = isinstance(me, nn.Module) and '_modules' in me.__dict__   # else it is being made
-        self.called(me, code) if is_module else self._later(me, code)   # also by the name of `forward`, or of another
+        self.called(me, code) if isinstance(me, nn.Module) and '_modules' in me.__dict__ else self._later(me, code)   # or it is being made
         if (type(me), code) in self._seen: return
         self._seen.add((type(me), code))
         for c in type(me).__mro__:   # a method may be patched

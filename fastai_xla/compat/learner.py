@@ -110,6 +110,7 @@ def _warn_nan(rec, n_before):
                   f"it. On XLA the loss is read at the end of an epoch only. Look for a learning rate that is too high, "
                   "labels out of range, or inputs that are not finite; `TerminateOnNaNCallback()` stops such a fit early.")
 
+# %% ../../nbs/api/04b_compat.learner.ipynb #04bnan01
 @patch
 def before_fit(self:Recorder):
     "Prepare state for training"
