@@ -55,6 +55,7 @@ def _multi_margin_loss(x, y, p=1, margin=1, weight=None, reduction=1):
 # %% ../../nbs/api/01fb_lowerings.distances.ipynb #01fb0010
 def _counted(edges, x, right, int32):
     beyond = (edges <= x.unsqueeze(-1)) if right else (edges < x.unsqueeze(-1))
+    beyond = beyond | x.isnan().unsqueeze(-1)   # what is not a number comes last
     return beyond.sum(-1, dtype=torch.int32 if int32 else torch.int64)
 
 bucketize = Lowering('bucketize', lacks('bucketize.Tensor', 'searchsorted.Tensor'), 'falls back to the CPU')
