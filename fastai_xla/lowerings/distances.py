@@ -46,11 +46,12 @@ def _logit_backward(g, x, eps=None):
 @differentiable('multi_margin_loss')
 def _multi_margin_loss(x, y, p=1, margin=1, weight=None, reduction=1):
     if p not in (1, 2): raise RuntimeError('only p == 1 and p == 2 supported')
-    own = x.gather(-1, y.unsqueeze(-1))
+    x = x.reshape(-1, x.shape[-1] if x.dim() else 1)
+    own = x.gather(-1, y.reshape(-1, 1))
     res = (margin - own + x).clamp(min=0)**p
-    if weight is not None: res = res*weight[y].unsqueeze(-1)
-    res = res.scatter(-1, y.unsqueeze(-1), 0).sum(-1)/x.shape[-1]
-    return (res, res.mean(), res.sum())[reduction] if reduction else res
+    if weight is not None: res = res*weight[y.reshape(-1, 1)]
+    res = res.scatter(-1, y.reshape(-1, 1), 0).sum(-1)/x.shape[-1]
+    return (res.view(y.shape), res.mean(), res.sum())[reduction]
 
 # %% ../../nbs/api/01fb_lowerings.distances.ipynb #01fb0010
 def _counted(edges, x, right, int32):

@@ -11,13 +11,15 @@ __all__ = ['fft']
 from functools import lru_cache
 from math import prod
 
-import torch, torch_xla
-import torch_xla.core.xla_builder as xb
+import torch
 from fastcore.all import *
 
+from ..runtime import torch_xla, _XLAC
 from .core import *
 
 # %% ../../nbs/api/01q_lowerings.fft.ipynb #01q00006
+_xb = torch_xla and torch_xla.core.xla_builder
+
 # numbers of fields and of types in `hlo.proto` and `xla_data.proto`
 _types = {torch.float32: 11, torch.float64: 12, torch.complex64: 15, torch.complex128: 18}
 _kinds = {'fft': 0, 'ifft': 1, 'rfft': 2, 'irfft': 3}
@@ -46,14 +48,14 @@ def _computation(kind, n, dtype, size):
     real = kind == 'irfft'
     result = dtype.to_real() if real else dtype.to_complex()
     last = {'rfft': n//2 + 1, 'irfft': n}.get(kind, n)
-    return xb.computation_from_module_proto('fft', _proto(kind, n, _shape(dtype, size), _shape(result, (*size[:-1], last))))
+    return _xb.computation_from_module_proto('fft', _proto(kind, n, _shape(dtype, size), _shape(result, (*size[:-1], last))))
 
 def _along(x, kind, n, dim):
     "The transform along one dimension. XLA divides the inverse by its length, and torch's operators do not"
     order = [*range(x.dim())]
     order[dim],order[-1] = order[-1],order[dim]
     x = torch.ops.aten.permute_copy(x, order)
-    x, = torch_xla._XLAC._xla_user_computation(f'xla::{kind}', [x], _computation(kind, n, x.dtype, tuple(x.shape)))
+    x, = _XLAC._xla_user_computation(f'xla::{kind}', [x], _computation(kind, n, x.dtype, tuple(x.shape)))
     x = torch.ops.aten.permute_copy(x, order)
     return x*n if kind.startswith('i') else x
 
