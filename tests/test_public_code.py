@@ -114,6 +114,14 @@ def inference_mode():
     def after_loss(cb): cb.n = getattr(cb, 'n', 0) + (cb.pred.view(-1)[1:] > 0).sum()
     return net(lambda s,x: s.b(x.relu())) | hooked(after_loss=after_loss)
 
+@story
+def lines_of_text():
+    "Each of six steps gives a character; how many there are comes with the batch, and how many steps from the host"
+    def loss(p, t):
+        characters,n = (t*10).long()%3 + 1,(t[:,0] > 0).long()
+        return F.ctc_loss(p, characters.expand(-1, 2), torch.full((len(t),), len(p)), n+1, zero_infinity=True)
+    return net(lambda s,x: (x.T[...,None]*s.a.weight[:,0] + s.b.bias).log_softmax(-1)) | dict(loss_func=lambda: loss)
+
 kept = {'a_row_without_gradients_is_kept'}   # an alias of a parameter, which is retraced
 @pytest.mark.parametrize('name', stories)
 def test_as_retraced_and_as_on_the_cpu(name):

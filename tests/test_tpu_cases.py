@@ -45,10 +45,23 @@ class Spectral(nn.Module):
         z = torch.fft.rfft2(x.view(-1, 8, 8), norm='ortho')*torch.view_as_complex(self.w)
         return torch.fft.irfft2(z, s=(8, 8), norm='ortho').flatten(1)
 
+class Reader(nn.Module):
+    "Reads a line of text"
+    def __init__(self):
+        super().__init__()
+        self.gru,self.head = nn.GRU(8, 8),nn.Linear(8, 5)
+    def forward(self, x): return self.head(self.gru(x.view(-1, 8, 8).transpose(0, 1))[0]).log_softmax(-1)
+
+def of_texts(p, t): return F.ctc_loss(p, t[:,None].expand(-1, 3), (8,)*len(t), (3,)*len(t), blank=4)
+
+computations = dict(fft=lambda: (nn.Sequential(Spectral(), nn.Linear(64, 4)), CrossEntropyLossFlat()), ctc=lambda: (Reader(), of_texts))
+
 @needs_compiler
-def test_fourier_transforms_compile():
+@pytest.mark.parametrize('name', computations)
+def test_own_computations_compile(name):
     dls = DataLoaders.from_dsets([(torch.randn(64), 0)]*32, [(torch.randn(64), 0)]*16, bs=16, num_workers=0)
-    r = report(Learner(dls, nn.Sequential(Spectral(), nn.Linear(64, 4)), loss_func=CrossEntropyLossFlat()))
+    model,loss = computations[name]()
+    r = report(Learner(dls, model, loss_func=loss))
     assert r and [p.traced.why for p in r.programs] == ['', ''] and not any(p.program.wide() for p in r.programs), r.error
 
 def test_table_has_all_cases_and_what_fails_is_known():
