@@ -7,7 +7,7 @@ Docs: https://fastai-xla.github.io/fastai_xla/api/events.html.md"""
 # %% auto #0
 __all__ = ['in_step', 'outside_step', 'of_batches', 'cancels', 'hears_all', 'acts', 'is_user_callback', 'may_raise', 'ends_batch',
            'slots_of', 'tensors_in', 'held_by', 'seen_after', 'run_by', 'run_after', 'run_within', 'names_after',
-           'cuts_short', 'reads_grads', 'sees_metrics', 'may_see']
+           'cuts_short', 'gives_targets', 'reads_grads', 'sees_metrics', 'may_see']
 
 # %% ../nbs/api/06a_events.ipynb #48c937e5
 import sys
@@ -236,6 +236,12 @@ def cuts_short(
     return any(may_raise(cb, o, cancels[:-1]) for o in named)
 
 # %% ../nbs/api/06a_events.ipynb #5e1a0c06
+def gives_targets(
+    cb:Callback, # Callback of a learner
+) -> bool:
+    "May it set `learn.yb` within the step?"
+    return is_user_callback(cb) and any('yb' in names_in(f, type(cb)) for n in in_step if (f := getattr(cb, n, None)) is not None)
+
 def _says_grad(f):
     "Does the code of `f`, a user's function, or of another that it names, say `.grad`?"
     return not is_library(getattr(f, '__module__', None) or '') and 'grad' in names_in(f)

@@ -27,7 +27,7 @@ from .learner_step import *
 
 # %% ../nbs/api/06aab_helpers.ipynb #06ac0a03
 def held_state(
-    holder, # Callback or optimizer
+    holder, # Callback, layer, loss or optimizer
 ) -> list: # Metrics and optimizers
     "Objects with a state of their own that `holder` keeps in its attributes, or in lists and dicts there"
     items = lambda v: v.values() if isinstance(v, dict) else v if isinstance(v, (list, tuple, L)) else [v]
@@ -37,10 +37,11 @@ def held_state(
 # %% ../nbs/api/06aab_helpers.ipynb #06ac0a04
 @patch
 def _stateful(self:LearnerStep, actors, mets):
-    "Metrics and optimizers that callbacks, and the learner's optimizer, keep"
-    opts = self.optimizers()
+    "Metrics and optimizers that callbacks, layers, the loss and the learner's optimizer keep"
+    opts,loss = self.optimizers(),getattr(self.learn.loss_func, '__self__', self.learn.loss_func)
+    layers = [m for o in self.modules() for m in o.modules()]
     own = {id(o) for o in (*opts, *mets)}
-    held = [o for h in (*actors, *opts) for o in held_state(h)]
+    held = [o for h in (*actors, *opts, *layers, loss) if hasattr(h, '__dict__') for o in held_state(h)]
     held += [o for h in held if not isinstance(h, Metric) for o in held_state(h)]   # an optimizer in another one
     return list({id(o): o for o in held if id(o) not in own}.values())
 

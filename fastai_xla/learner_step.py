@@ -96,8 +96,10 @@ def metrics(self:LearnerStep):
     "The recorder's metrics: those that are sums, those that keep what a batch gives, and others"
     rec = getattr(self.learn, 'recorder', None)
     runs = rec is not None and rec.run and (rec.run_train if self.learn.training else rec.run_valid)   # or is it off, for this batch?
-    if not runs or rec not in self.learn.cbs or not len(self.learn.yb): return [],[],[]
+    if not runs or rec not in self.learn.cbs: return [],[],[]
     mets = (rec._train_mets if self.learn.training else rec._valid_mets) if keeps_metrics(rec) else []
+    # targets that are hidden from the loss may be there again when the step is over
+    if not len(self.learn.yb): return [],[],mets if self.acting('gives targets', gives_targets) else []
     before = lambda what, is_one: [cb for cb in self.acting(what, is_one) if cb.order < rec.order]
     names = self._named_after(before('a user callback after the batch', ends_batch))
     # a batch cut short is unheard by the recorder
@@ -186,7 +188,7 @@ def places(self:LearnerStep) -> Places:
     roots |= {f'{type(o).__name__}{i}': o for i,o in enumerate(hooked.values())}
     roots |= {f'after_batch.{type(f).__name__}': f for f in self.tfms() if hasattr(f, '__dict__')}
     roots |= {f'{type(o).__name__}{i} in an attribute': o for i,o in enumerate(self.held_helpers())}
-    held = {f'{type(o).__name__}{i} in a callback or optimizer': o for i,o in enumerate(parts.stateful)}
+    held = {f'{type(o).__name__}{i} in an attribute': o for i,o in enumerate(parts.stateful)}
     roots |= held | {f'{n}.opt': innermost(o) for n,o in held.items() if isinstance(o, (Lookahead, OptimWrapper))}
     roots |= {f'{n}.params': {'params': list(map(list, groups_of(innermost(o))))} for n,o in held.items() if not isinstance(o, Metric)}
     return Places({'model': learn.model, 'loss': loss_module(learn) or {}} | roots,

@@ -82,7 +82,9 @@ def _recordable(actors, inputs):
     loud = first(cb for cb in actors if hears_all(cb) and is_library(type(cb).__call__.__module__))
     if loud: raise Refused(f"{type(loud).__name__} hears every event, and would hear those within the step only where it is traced")
     odd = first(t for t in inputs if not isinstance(t, torch.Tensor))
-    if odd is not None: raise Refused(f"a batch holds a {type(odd).__name__} beside its tensors; make a tensor of it in the dataset")
+    if odd is not None:
+        raise Refused(f"the batch holds other things than tensors, such as {type(odd).__name__}; where the dataset gives it, make a "
+                      "tensor of it there; a callback may keep it in an attribute")
     if any(t.requires_grad for t in inputs):
         raise Refused("a batch has a graph of its own, through which gradients flow "
                       "once; `detach()` the dataset's items where they need none")

@@ -91,8 +91,10 @@ def _before_step(self:Replay):
     return f"the batch transforms, which the step cannot hold: {apart}" if apart else "the batch transforms"
 
 @patch
-def _settle_before(self:Replay):
+def _settle_before(self:Replay, inputs):
     "Compute what is pending: the step's program takes over the memory of what it updates, of which a callback may have made something"
+    for t in inputs:   # an alias, as `CastToTensor` makes one, of what has been changed through a view is computed anew at each use
+        if is_xla(t) and tensor_id(t) != tensor_id(t.detach()): set_data(t, t.detach().clone())
     before = n_executions()
     settle_apart(held_by(self.step.acting('looks at the batch', _looks)))
     if n_executions() > before: self.fit.beside[self._before_step()] += 1
@@ -120,7 +122,7 @@ def do_batch(self:Replay) -> bool: # Has the step been done?
         fit.reason = recs
         return False
     self.stream.before_step()
-    if any(pending([t for t in inputs if is_xla(t)])) or step.acting('looks at the batch', _looks): self._settle_before()
+    if any(pending([t for t in inputs if is_xla(t)])) or step.acting('looks at the batch', _looks): self._settle_before(inputs)
     for m in step.parts.mets: _zeros(m, learn.xla_opt.device)
     methods = None if same else methods_now(learn)
     rec = next((r for r in recs if (same or r.beside.methods == methods) and r.ready(same)), None)

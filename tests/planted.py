@@ -37,9 +37,9 @@ class Index(Planted):
         p = self.pred.detach()
         self.learn.seen = p[p > 0].sum()                    # planted
 
-class Lgamma(Planted):
+class Bessel(Planted):
     def after_loss(self):
-        self.learn.seen = torch.lgamma(self.loss.detach())  # planted
+        self.learn.seen = torch.i0(self.loss.detach())  # planted
 
 class Weighted:
     "A Python number in the loss that changes in each step"

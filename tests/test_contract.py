@@ -48,7 +48,7 @@ class Planted(Callback):
     def __init__(self, kind): self.kind = kind
     def after_loss(self):
         if self.kind == 'item': self.learn.seen = self.loss.item()
-        if self.kind == 'fallback': self.learn.seen = torch.lgamma(self.loss.detach())
+        if self.kind == 'fallback': self.learn.seen = torch.i0(self.loss.detach())
         if self.kind == 'recompile': self.learn.seen = self.pred.detach()[:, :1].repeat(1, self.train_iter+1)
 
 @pytest.mark.parametrize('kind,field', [('item', 'to_host'), ('fallback', 'fallbacks'), ('recompile', 'compiles')])

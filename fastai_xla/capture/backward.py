@@ -29,10 +29,16 @@ def _code_reads(code, names, whose, own, seen):
         outer = i.argval == '_forward_cls' or i.opname == 'LOAD_GLOBAL' and v is dis and i.argval in _outer
         if outer or i.opname == 'IMPORT_NAME': return f'{whose} reads what {i.argval} gives'
         if isinstance(v, FunctionType) and not is_known(v): inner = _function_reads(v, seen=seen)
+        elif _applies(v, then): inner = _class_reads(v, seen)
         elif own and v is own: inner = '' if then.argval in _helpers(own) else f'{whose} reads an attribute of {i.argval}'
         else: inner = '' if v is dis or _is_librarys(v) else f'{whose} reads {i.argval}, a global'
         if inner: return inner
     return first(filter(None, (_code_reads(c, names, whose, own, seen) for c in code.co_consts if isinstance(c, CodeType)))) or ''
+
+def _applies(v, then):
+    "Does the code apply an autograd function, as one whose derivative has another derivative, and no number decides on its graph?"
+    ours = isinstance(v, type) and issubclass(v, torch.autograd.Function) and not is_known(v)
+    return ours and then.argval == 'apply' and not any(map(branches, (v.forward, v.backward)))
 
 def _helpers(cls):
     own = [c for c in reversed(cls.__mro__ if cls else ()) if not is_known(c)]
@@ -55,14 +61,17 @@ def _function_reads(f, own=None, seen=()):
     return _code_reads(f.__code__, f.__globals__, f.__qualname__, own, (*seen, f))
 
 # %% ../../nbs/api/05lb_capture.backward.ipynb #b1e39848
+def _class_reads(cls, seen):
+    if cls in seen: return ''   # it applies itself
+    fs = cls.forward,cls.backward,*_helpers(cls).values()
+    return first(filter(None, (_function_reads(f, cls, (*seen, cls)) for f in fs))) or ''
+
 @functools.cache
 def looks_outside(
     cls, # `torch.autograd.Function`
 ) -> str: # Empty if nothing
     "What its code reads beside its arguments"
-    if is_known(cls): return f'{cls.__name__} runs code of the user in the backward pass'
-    fs = cls.forward,cls.backward,*_helpers(cls).values()
-    return first(filter(None, (_function_reads(f, cls) for f in fs))) or ''
+    return f'{cls.__name__} runs code of the user in the backward pass' if is_known(cls) else _class_reads(cls, ())
 
 @functools.cache
 def names_of(

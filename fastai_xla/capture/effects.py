@@ -24,13 +24,15 @@ from fastcore.all import *
 from fastai.optimizer import _BaseOptimizer
 
 from ..runtime import file_name
+from ..transfer import n_reads
 from .items_set import *
+from .calls_told import *
 from .state import Refused
 
 # %% ../../nbs/api/05d_capture.effects.ipynb #95d5ad50
 _libraries = {'torch', 'torch_xla', 'torchvision', 'fastai', 'fastcore', 'fastai_xla', 'numpy', 'fasttransform',
     'plum', 'beartype', 'einops', 'opt_einsum', 'math', 'operator', '_operator', 'itertools', 'functools', '_functools', 'collections',
-    'contextlib', 'packaging', 'typing', 'types', 'abc', '_abc', 'enum', 'copy', 'dataclasses'}
+    'contextlib', 'packaging', 'typing', 'typing_extensions', 'types', 'abc', '_abc', 'enum', 'copy', 'dataclasses'}
 # of libraries, what writes or reads files
 _files = 'numpy.lib.npyio.', 'numpy.lib._npyio_impl.', 'torch.serialization.', 'fastcore.xtras.save_pickle', 'fastcore.xtras.load_pickle'
 _harmless = set('len isinstance issubclass getattr hasattr callable abs min max sum '
@@ -97,22 +99,24 @@ def _old_within(v, new, kinds):
 # which are put back after a trace
 def _of_optimizer(o, name): return isinstance(o, (torch.optim.Optimizer, _BaseOptimizer)) and name in ('state', 'param_groups', 'hypers')
 
+_fixed = FunctionType, type(len), tuple, str, int, float, type(None)   # nothing is stored into these
+
 def _stored_into(frame, loads, ops):
     "The variable or attribute with what code that works in place may change. An attribute that holds plain items is put back"
     names,stores = frame.f_code.co_names,ops & {'STORE_SUBSCR', 'STORE_SLICE', 'DELETE_SUBSCR'}
     kinds = _containers if stores or {'__setitem__', '__delitem__'} & {*names} else ()   # `t.add_(1)` is of tensors alone
     if not kinds and not any(n.endswith('_') and n[0] != '_' for n in names): return
-    values,new = frame.f_locals,_ids()
+    own,new = own_dict(frame.f_code),_ids()
+    values = {n: v for n,v in frame.f_locals.items() if n != own}
     known = items_set(frame.f_code) if {'__setitem__', '__delitem__'}.isdisjoint(names) and made_by.isdisjoint(frame.f_globals) else None
+    free = {n for n in frame.f_code.co_freevars if n != '__class__' and not isinstance(values.get(n), _fixed)} if stores else ()
     if known is not None:
-        free = {*frame.f_code.co_freevars}
         into = [n for n in known if n in free or _old(values.get(n, frame.f_globals.get(n)), new)]
         if into or not any(n.endswith('_') and n[0] != '_' for n in names): return first(into)
         kinds,stores = (),()
     far = [(n, values.get(n, frame.f_globals.get(n))) for n in dict.fromkeys((*loads, *values))]
     owners = [o for _,o in far if hasattr(o, '__dict__') and not isinstance(o, (ModuleType, torch.Tensor))]
     own = [(n, vars(o)[n]) for o in owners for n in names if n in vars(o) and not _of_optimizer(o, n)]
-    free = {*frame.f_code.co_freevars} - {'__class__'} if stores else ()
     return first([n for n,v in far if n in free or _old(v, new, kinds)] + [n for n,v in own if _old_within(v, new, kinds)])
 
 # %% ../../nbs/api/05d_capture.effects.ipynb #e73787eb
@@ -130,7 +134,10 @@ def _effect_of_code(frame):
         modules = [n for n in loads if isinstance(m := frame.f_globals.get(n), ModuleType) and not is_library(m.__name__)]
         modules += [i.argval for i in found if i.opname == 'IMPORT_NAME' and not is_library(i.argval)]
         if modules: return f'sets an attribute of {modules[0]}'
-        if {'type', '__class__'} & {*loads, *code.co_names}: return 'may set an attribute of a class'
+        if {'type', '__class__'} & {*loads, *code.co_names}:
+            owners = owners_set(code)
+            if owners is None or any(isinstance(frame.f_locals.get(n, frame.f_globals.get(n)), type) for n in owners):
+                return 'may set an attribute of a class'
     for i in found:
         if i.opname in ('STORE_GLOBAL', 'DELETE_GLOBAL') or i.opname == 'STORE_DEREF' and i.argval in code.co_freevars:
             return f'sets {i.argval}, a variable of another scope'
@@ -163,20 +170,8 @@ def _made(frame, res):
 
 _call = nn.Module._call_impl.__code__   # runs whenever a module is called
 def _is_hook(frame): return frame.f_back is not None and frame.f_back.f_code is _engine_run_backward.__code__
-_import = importlib._bootstrap._find_and_load.__code__   # whenever one is imported that was not
-
-# %% ../../nbs/api/05d_capture.effects.ipynb #9d8a95e1
-@contextmanager
-def _told(watch):
-    "Python tells `watch` of each call of this thread within the block"
-    was = sys.getprofile()
-    in_c = was is not None and not callable(was)
-    if in_c and hasattr(was, 'disable'): was.disable()   # else it waits for the end of this call, and counts all others one too high
-    sys.setprofile(watch)
-    try: yield
-    finally:
-        sys.setprofile(None if in_c else was)
-        if in_c and hasattr(was, 'enable'): was.enable()
+# whenever one is imported that was not, or names of a package
+_imports = importlib._bootstrap._find_and_load.__code__,importlib._bootstrap._handle_fromlist.__code__
 
 # %% ../../nbs/api/05d_capture.effects.ipynb #9d8a95ec
 @contextmanager
@@ -184,7 +179,7 @@ def no_effects(
     reads=None, # Shown the frames of the user's functions, and at the end what has been made meanwhile
 ):
     "Refuse a block in which the user's own code does more than compute and set attributes"
-    found,seen,imports = [],set(),[]
+    found,seen,imports,before = [],set(),[],n_reads()
     def note(frame, what):
         if not what: return
         found.append(f"{_place(frame)} {what} within the step, where nobody would see it happen again; "
@@ -195,9 +190,12 @@ def no_effects(
         if imports:   # what an import does, it does once, however often the step is run
             if event == 'return' and frame is imports[0]: imports.clear()
             return
-        if event == 'return' and reads and frame.f_back and _is_user(frame.f_back): reads.returned(_made(frame, res), frame.f_back.f_code)
+        back = frame if event == 'c_return' else frame.f_back if event == 'return' else None
+        if reads and back and _is_user(back):
+            if event == 'return': reads.returned(_made(frame, res), back.f_code)
+            if not reads.read_at and n_reads() != before: reads.read_at = _place(back)
         if event == 'call':
-            if frame.f_code is _import: return imports.append(frame)
+            if frame.f_code in _imports: return imports.append(frame)
             if frame.f_code is _call: reads and reads.called(frame.f_locals['self'])
             if _is_user(frame):
                 if frame.f_code not in seen or _is_hook(frame): note(frame, _effect_of_code(frame))
@@ -211,7 +209,7 @@ def no_effects(
         elif event == 'c_call' and _is_user(frame): note(frame, _effect_of_call(res))
     gc.freeze()   # what was there before is not among `gc.get_objects()` then
     try:
-        with _told(watch): yield
+        with told_of_calls(watch): yield
     finally:
         if reads: reads.forget_new(_ids())
         gc.unfreeze()
@@ -224,7 +222,7 @@ def hooks_run(): # Yields a list
     found = []
     def watch(frame, event, _):
         if event == 'call' and _is_hook(frame) and _is_user(frame): found.append(_place(frame))
-    with _told(watch): yield found
+    with told_of_calls(watch): yield found
 
 # %% ../../nbs/api/05d_capture.effects.ipynb #9b2d4c02
 def rewrites(

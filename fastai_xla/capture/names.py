@@ -11,7 +11,7 @@ __all__ = ['comprehensions', 'library_names', 'CodeNames', 'code_names', 'names_
 import dis, functools
 from functools import partial
 from itertools import pairwise
-from types import FunctionType, MethodType, ModuleType
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import NamedTuple
 
 import numpy as np
@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from fastai.torch_core import TensorBase
 
-from .effects import with_inner
+from .effects import is_library, with_inner
 
 # %% ../../nbs/api/05ea_capture.names.ipynb #05ea0009
 _loads = 'LOAD_ATTR', 'LOAD_METHOD'
@@ -39,6 +39,26 @@ def _is_text(ins):
     ops = [i.opname for i in ins[1:10] if i.opname not in ('LOAD_ATTR', 'PUSH_NULL', 'PRECALL')]+['']*4
     if ops[2] in ('LOAD_CONST', 'LOAD_FAST', 'LOAD_GLOBAL', 'BUILD_LIST', 'BUILD_MAP'): del ops[2]   # the default
     return ops[0] in ('LOAD_FAST', 'LOAD_DEREF') and ops[1] == 'LOAD_CONST' and ops[2] in ('CALL', 'CALL_FUNCTION')
+
+def _imported(ins):
+    "Variables that hold what the code itself imports from libraries, and nothing else"
+    res,library = {},False
+    for i in ins:
+        if i.opname == 'IMPORT_NAME': library = is_library(i.argval)
+        elif i.opname.startswith('STORE_FAST'):
+            name,*other = i.argval if isinstance(i.argval, tuple) else (i.argval,)
+            res[name] = res.get(name, True) and library and i.opname != 'STORE_FAST_STORE_FAST'
+            if i.opname == 'STORE_FAST_STORE_FAST': res[other[0]] = False
+        elif i.opname not in ('IMPORT_FROM', 'SWAP', 'ROT_TWO', 'POP_TOP'): library = False
+    return {n for n,only in res.items() if only}
+
+def _read_elsewhere(ins):
+    "Attributes that the code reads, but for those of what it imports from libraries"
+    own,imported,res = False,_imported(ins),set()
+    for i in ins:
+        if i.opname in _loads: res |= set() if own else {i.argval}
+        else: own = i.opname.endswith(('LOAD_FAST', 'LOAD_FAST_CHECK')) and (i.argval[1] if isinstance(i.argval, tuple) else i.argval) in imported
+    return frozenset(res)
 
 comprehensions = '<listcomp>', '<setcomp>', '<dictcomp>', '<genexpr>'
 
@@ -65,11 +85,11 @@ def code_names(
     attrs = loads | {o for o in texts if o.isidentifier()}
     asks = [ins[i:] for i,o in enumerate(ins) if o.argval == 'getattr']
     made = not all(map(_is_text, asks)) and bool(at('BUILD_STRING', 'FORMAT_VALUE', 'FORMAT_SIMPLE', 'BINARY_OP', 'FOR_ITER'))
-    return CodeNames(names, attrs, loads, at('STORE_ATTR'), made or 'vars' in names or '__dict__' in attrs, _of_self(code))
+    return CodeNames(names, attrs, _read_elsewhere(ins), at('STORE_ATTR'), made or 'vars' in names or '__dict__' in attrs, _of_self(code))
 
 # %% ../../nbs/api/05ea_capture.names.ipynb #05ea0006
 _types = (torch.Tensor, TensorBase, nn.Module, torch.Size, torch.finfo, torch.iinfo, torch.autograd.function.FunctionCtx, partial, slice,
-          property, np.ndarray, np.generic, FunctionType, MethodType, type, str, bytes, list, dict, tuple, set, int, float, complex,
+          property, np.ndarray, np.generic, FunctionType, MethodType, CodeType, type, str, bytes, list, dict, tuple, set, int, float, complex,
           Exception)
 _tuples = [c for c in vars(torch.return_types).values() if isinstance(c, type)]
 library_names = frozenset(n for c in (*_types, *_tuples) for n in dir(c))

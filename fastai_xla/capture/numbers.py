@@ -176,8 +176,8 @@ def _imported(d): return [(d, n) for n in d.keys() & _orig if d[n] is _orig[n] o
 def _may_change(name, m):
     "May a module get other names once it is there, as a notebook does?"
     if name == '__main__': return True
-    file = getattr(m, '__file__', None)
-    return bool(file) and 'site-packages' not in file and name.partition('.')[0] not in (*sys.stdlib_module_names, 'fastai_xla')
+    file = vars(m).get('__file__')   # and not what a `__getattr__` of its own makes up
+    return bool(file) and 'site-packages' not in str(file) and name.partition('.')[0] not in (*sys.stdlib_module_names, 'fastai_xla')
 
 @lru_cache(1)
 def _modules(n):

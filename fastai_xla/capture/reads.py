@@ -97,6 +97,7 @@ class Reads:
         self.places,self.codes,self.caches,self._seen,self._alive = {},set(),{},set(),[]
         self.modules,self.more = [],set()   # that are called, wherever they are held; names that an `attrgetter` reads
         self.asked = {}   # code -> names of attributes that it reads, and nothing that has been followed has
+        self.read_at = ''   # where a value is read from the device
 
     def see(self,
         frame, # Of one of the user's functions, which begins

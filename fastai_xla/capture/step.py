@@ -105,9 +105,10 @@ def _look(self:Trace, outs, places, before, numbers, reads, fell):
     "What the steps have drawn and changed"
     self.given += buffers(self.draws.sent)
     self.n_draws = n_draws(self.seeds[-1], rng_state())
+    where = self.reads.read_at and f", in {self.reads.read_at.rstrip(',')}"
     if ran := [n for n,v in xla_counts().fallbacks.items() if v != fell.get(n)]:
-        raise Refused(f"operators without an XLA kernel run on the CPU: {', '.join(ran)}")
-    if n_reads() != reads: raise Refused("the value of a tensor is read within the step")
+        raise Refused(f"operators without an XLA kernel run on the CPU: {', '.join(ran)}{where}")
+    if n_reads() != reads: raise Refused("the value of a tensor is read within the step" + where)
     same = all(d.keys() == was.keys() for d,was in self.memory.held)   # to look through all places takes long
     self._changed(before, before if same else places(), numbers)
     self._sort_inputs(self._collect(outs))
@@ -263,8 +264,9 @@ def _collect(self:Trace, outs):
         return ('same', t)
     def tree(o, *at):
         leaves,spec = flatten(o)
-        return [leaf(t.clone() if (*at, i) not in moved.get(id(t), ((*at, i),)) else t) for i,t in enumerate(leaves)],spec
-    moved = self._moved()
+        return [leaf(t.clone() if is_alias(t) or (*at, i) not in moved.get(id(t), ((*at, i),)) else t) for i,t in enumerate(leaves)],spec
+    moved,ids = self._moved(),{tensor_id(t) for t in self.memory.tensors}
+    def is_alias(t): return isinstance(t, torch.Tensor) and is_xla(t) and id(t) not in own and tensor_id(t) in ids and not pending([t])[0]
     left.updated = [(i, root(self.memory.tensors[i])) for i in left.updated]
     left.replaced = [(d, k, *tree(v, id(d), k)) for d,k,v in left.replaced]
     left.grads = [(p, None if g is None else root(g)) for p,g in left.grads]

@@ -30,7 +30,7 @@ def reset(self:Dice|DiceMulti):
 
 def _overlap(learn, axis, classes):
     "Counts of (pixels in both, pixels in either) for each of `classes`: (n, 2)"
-    pred,targ = learn.pred.argmax(dim=axis).flatten(),learn.yb[0].flatten()
+    pred,targ = learn.pred.argmax(dim=axis).flatten(),learn.y.flatten()
     ps,ts = ((o[None] == classes[:,None]).float() for o in (pred, targ))
     return torch.stack([(ps*ts).sum(1), (ps+ts).sum(1)], dim=1)
 
