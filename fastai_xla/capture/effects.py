@@ -186,10 +186,9 @@ def no_effects(
                      f"in `before_batch` and `after_batch` callbacks run as Python at every batch")
         raise Refused(found[0])   # before it happens
     def watch(frame, event, res):
-        if found: return
-        if imports:   # what an import does, it does once, however often the step is run
-            if event == 'return' and frame is imports[0]: imports.clear()
-            return
+        # what an import does, it does once, however often the step is run
+        if found or imports and not (event == 'return' and frame is imports[0]): return
+        if imports: return imports.clear()
         back = frame if event == 'c_return' else frame.f_back if event == 'return' else None
         if reads and back and _is_user(back):
             if event == 'return': reads.returned(_made(frame, res), back.f_code)

@@ -33,13 +33,7 @@ def _of_self(code):
     loads += [(i.argval, False) for c in with_inner(code)[1:] for i in dis.get_instructions(c) if i.opname in _loads]
     return frozenset(n for n,_ in loads) - {n for n,mine in loads if not mine}
 
-# %% ../../nbs/api/05ea_capture.names.ipynb #6a101f2e
-def _is_text(ins):
-    "Is the name that a `getattr` at the head of these instructions asks for written out, as in `getattr(self.learn, 'x', None)`?"
-    ops = [i.opname for i in ins[1:10] if i.opname not in ('LOAD_ATTR', 'PUSH_NULL', 'PRECALL')]+['']*4
-    if ops[2] in ('LOAD_CONST', 'LOAD_FAST', 'LOAD_GLOBAL', 'BUILD_LIST', 'BUILD_MAP'): del ops[2]   # the default
-    return ops[0] in ('LOAD_FAST', 'LOAD_DEREF') and ops[1] == 'LOAD_CONST' and ops[2] in ('CALL', 'CALL_FUNCTION')
-
+# %% ../../nbs/api/05ea_capture.names.ipynb #05ea0011
 def _imported(ins):
     "Variables that hold what the code itself imports from libraries, and nothing else"
     res,library = {},False
@@ -57,8 +51,16 @@ def _read_elsewhere(ins):
     own,imported,res = False,_imported(ins),set()
     for i in ins:
         if i.opname in _loads: res |= set() if own else {i.argval}
-        else: own = i.opname.endswith(('LOAD_FAST', 'LOAD_FAST_CHECK')) and (i.argval[1] if isinstance(i.argval, tuple) else i.argval) in imported
+        elif own := i.opname.endswith(('LOAD_FAST', 'LOAD_FAST_CHECK')):   # two may be loaded together
+            own = (i.argval[1] if isinstance(i.argval, tuple) else i.argval) in imported
     return frozenset(res)
+
+# %% ../../nbs/api/05ea_capture.names.ipynb #6a101f2e
+def _is_text(ins):
+    "Is the name that a `getattr` at the head of these instructions asks for written out, as in `getattr(self.learn, 'x', None)`?"
+    ops = [i.opname for i in ins[1:10] if i.opname not in ('LOAD_ATTR', 'PUSH_NULL', 'PRECALL')]+['']*4
+    if ops[2] in ('LOAD_CONST', 'LOAD_FAST', 'LOAD_GLOBAL', 'BUILD_LIST', 'BUILD_MAP'): del ops[2]   # the default
+    return ops[0] in ('LOAD_FAST', 'LOAD_DEREF') and ops[1] == 'LOAD_CONST' and ops[2] in ('CALL', 'CALL_FUNCTION')
 
 comprehensions = '<listcomp>', '<setcomp>', '<dictcomp>', '<genexpr>'
 
@@ -89,8 +91,8 @@ def code_names(
 
 # %% ../../nbs/api/05ea_capture.names.ipynb #05ea0006
 _types = (torch.Tensor, TensorBase, nn.Module, torch.Size, torch.finfo, torch.iinfo, torch.autograd.function.FunctionCtx, partial, slice,
-          property, np.ndarray, np.generic, FunctionType, MethodType, CodeType, type, str, bytes, list, dict, tuple, set, int, float, complex,
-          Exception)
+          property, np.ndarray, np.generic, FunctionType, MethodType, CodeType, type, str, bytes, list, dict, tuple, set, int,
+          float, complex, Exception)
 _tuples = [c for c in vars(torch.return_types).values() if isinstance(c, type)]
 library_names = frozenset(n for c in (*_types, *_tuples) for n in dir(c))
 

@@ -96,8 +96,7 @@ class Reads:
         self.numbers = {(i, k[0] if type(k) is tuple else k) for i,k in numbers}   # one of a pair such as `betas` stands for it
         self.places,self.codes,self.caches,self._seen,self._alive = {},set(),{},set(),[]
         self.modules,self.more = [],set()   # that are called, wherever they are held; names that an `attrgetter` reads
-        self.asked = {}   # code -> names of attributes that it reads, and nothing that has been followed has
-        self.read_at = ''   # where a value is read from the device
+        self.asked,self.read_at = {},''   # code -> names that it reads, and nothing that has been followed has; where a value is read
 
     def see(self,
         frame, # Of one of the user's functions, which begins

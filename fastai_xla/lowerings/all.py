@@ -15,6 +15,7 @@ import fastai_xla.lowerings.copies, fastai_xla.lowerings.gradients, fastai_xla.l
 import fastai_xla.lowerings.reads, fastai_xla.lowerings.loss, fastai_xla.lowerings.autocast
 import fastai_xla.lowerings.inplace, fastai_xla.lowerings.edges, fastai_xla.lowerings.sums, fastai_xla.lowerings.nested
 import fastai_xla.lowerings.distances, fastai_xla.lowerings.fft, fastai_xla.lowerings.ctc, fastai_xla.lowerings.special
+import fastai_xla.lowerings.groups
 
 # %% ../../nbs/api/01z_lowerings.all.ipynb #c27a8fcc
 _all_ = ['Lowering', 'lowerings', 'register_lowerings', 'without_lowerings', 'lowerings_table']

@@ -113,5 +113,6 @@ def _kernel(op):
     def f(*args, **kwargs): return op.decompose(*args, **kwargs) if in_transform() else _ctc_loss(*args, **kwargs)
     return f
 
-for kind in ('Tensor', 'IntList'):
-    for key in ('XLA', 'AutogradXLA'): ctc.kernel(f'ctc_loss.{kind}', key=key, views=True)(_kernel(getattr(torch.ops.aten.ctc_loss, kind)))
+for _kind in ('Tensor', 'IntList'):
+    for _key in ('XLA', 'AutogradXLA'):
+        ctc.kernel(f'ctc_loss.{_kind}', key=_key, views=True)(_kernel(getattr(torch.ops.aten.ctc_loss, _kind)))

@@ -88,6 +88,7 @@ def _small(*ops):
         def _kernel(*xs):
             dtype = torch.result_type(*xs) if len(xs) == 2 else xs[0].dtype
             if not dtype.is_floating_point: dtype = torch.get_default_dtype()
+            xs = [x if isinstance(x, torch.Tensor) else xs[0].new_full((), x, dtype=dtype) for x in xs]
             return f(*(x.to(torch.promote_types(dtype, torch.float32)) for x in xs)).to(dtype)
         small_ones.kernel(*ops)(_kernel)
         return f
@@ -133,9 +134,6 @@ def _heaviside(x, values): return torch.where(x == 0, values, (x > 0).to(x.dtype
 
 @small_ones.kernel('isposinf')
 def _isposinf(x): return x == math.inf
-
-@small_ones.kernel('isneginf')
-def _isneginf(x): return x == -math.inf
 
 @small_ones.kernel('round.decimals')
 def _round(x, *, decimals):

@@ -69,7 +69,7 @@ def _whole(a, b, floor):
     return torch.where((left != 0) & ((left < 0) != (b < 0)), q-1, q) if floor else q
 
 # %% ../../nbs/api/01ja_lowerings.types.ipynb #a1db0008
-_two = '''add.Tensor sub.Tensor pow.Tensor_Tensor maximum minimum atan2 logaddexp xlogy.Tensor lerp.Scalar smooth_l1_loss
+_two = '''add.Tensor sub.Tensor pow.Tensor_Tensor maximum minimum atan2 xlogy.Tensor lerp.Scalar smooth_l1_loss
     fmod.Tensor remainder.Tensor clamp_min clamp_max clamp_min.Tensor clamp_max.Tensor
     eq.Tensor ne.Tensor lt.Tensor le.Tensor gt.Tensor ge.Tensor bitwise_left_shift.Tensor __lshift__.Scalar __lshift__.Tensor'''.split()
 _one_bound = 'clamp clamp_min clamp_max'.split()
