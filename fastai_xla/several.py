@@ -15,6 +15,7 @@ from torch import nn
 from fastcore.all import *
 from fastai.callback.core import *
 from fastai.callback.fp16 import MixedPrecision
+from fastai.callback.schedule import LRFinder
 from fastai.data.core import TfmdDL
 from fastai.learner import Learner, CastToTensor
 
@@ -144,7 +145,9 @@ def as_one(self:Replay) -> int:
     given = '' if self.order else ("its batches are given one at a time, by other code than fastai's or a `DataLoader` without a device; "
                                    "take fastai's, with `device=learn.dls.device`, and its `_set_device`")
     if self._tell_singly(given) or self.alone() or self.singly(): return 1
-    return 1 if self._items_draw() and self.learn.training not in self.fit.draws else self.n_steps
+    # `lr_find` ends where a loss says so, and the items after that are not to have drawn
+    counted = self.learn.training in self.fit.draws and not any(isinstance(cb, LRFinder) for cb in self.learn.cbs)
+    return 1 if self._items_draw() and not counted else self.n_steps
 
 # %% ../nbs/api/06bc_several.ipynb #4d6803de
 @patch

@@ -137,3 +137,19 @@ def test_a_callback_that_looks_at_the_weights_sees_those_of_each_step():
         return fetch(learn.averages.ema)
     with pytest.warns(UserWarning, match='Averages may look at the model or its optimizer after each of them'): now = averages(4)
     for a,b in zip(now, averages(0)): test_close(a, b, 1e-5)
+
+class Shaken:
+    "Items that draw from the host's random numbers"
+    def __len__(self): return 24
+    def __getitem__(self, i): return torch.full((6,), i/24) + random.random() + torch.rand(1),torch.tensor([float(i)])
+
+def test_lr_find_leaves_the_random_state_of_the_batches_it_has_done():
+    "It ends in the midst of a pass, and those after it are not read"
+    def after(xla):
+        set_seed(1)
+        dls = DataLoaders.from_dsets(Shaken(), Shaken(), bs=4, num_workers=0)
+        learn = Learner(dls, nn.Linear(6, 1), loss_func=nn.MSELoss())
+        if xla: learn.to_xla(steps_per_execution=3)
+        with learn.no_bar(), learn.no_logging(): learn.lr_find(num_it=7, show_plot=False, suggest_funcs=None)
+        return [random.random(), np.random.rand(), torch.rand(1).item()]
+    assert after(True) == after(False)
