@@ -106,8 +106,8 @@ def _stored_into(frame, loads, ops):
     names,stores = frame.f_code.co_names,ops & {'STORE_SUBSCR', 'STORE_SLICE', 'DELETE_SUBSCR'}
     kinds = _containers if stores or {'__setitem__', '__delitem__'} & {*names} else ()   # `t.add_(1)` is of tensors alone
     if not kinds and not any(n.endswith('_') and n[0] != '_' for n in names): return
-    own,new = own_dict(frame.f_code),_ids()
-    values = {n: v for n,v in frame.f_locals.items() if n != own}
+    kwargs,new = own_dict(frame.f_code),_ids()
+    values = {n: v for n,v in frame.f_locals.items() if n != kwargs}
     known = items_set(frame.f_code) if {'__setitem__', '__delitem__'}.isdisjoint(names) and made_by.isdisjoint(frame.f_globals) else None
     free = {n for n in frame.f_code.co_freevars if n != '__class__' and not isinstance(values.get(n), _fixed)} if stores else ()
     if known is not None:

@@ -18,7 +18,7 @@ from ..graphs import *
 from .core import *
 from .small import *
 from .types import _kernels, _keys
-import fastai_xla.lowerings.sums
+import fastai_xla.lowerings.sums   # whose kernel of `scatter_reduce` is called here
 
 # %% ../../nbs/api/01fe_lowerings.groups.ipynb #01fe0006
 def _keep_own(): return bool(_kernels.setdefault('scatter_reduce', torch.library.get_kernel('aten::scatter_reduce.two', 'XLA')))
