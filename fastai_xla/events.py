@@ -26,7 +26,8 @@ from fastai.learner import Learner
 from fastai.metrics import LossMetric
 
 from .runtime import is_xla
-from .capture.effects import functions_in, is_library, names_in, rewrites
+from .capture.effects import is_library
+from .capture.functions import functions_in, names_in, rewrites
 
 # %% ../nbs/api/06a_events.ipynb #30a3a45f
 in_step = 'after_pred after_loss before_backward after_cancel_backward after_backward before_step after_cancel_step after_step'.split()

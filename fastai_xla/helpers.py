@@ -14,6 +14,7 @@ from types import SimpleNamespace
 
 import torch
 from torch import nn
+from torch.amp import GradScaler
 from fastcore.all import *
 from fastai.callback.core import *
 from fastai.learner import Learner, Metric
@@ -22,6 +23,7 @@ from fastai.optimizer import Lookahead, Optimizer, OptimWrapper
 from .capture.effects import is_library
 from .capture.state import Refused
 from .capture.watch import *
+from .events import hears_all
 from .learner_parts import *
 from .learner_step import *
 
@@ -109,9 +111,34 @@ def counting(self:LearnerStep) -> list:
 # %% ../nbs/api/06aab_helpers.ipynb #6d71a26f
 @patch
 def look_after(self:LearnerStep,
-    o, # Object that a step changes, or `None`
+    o, # Object that a step changes, or (group, key) of a number there; or `None`
 ) -> bool: # Is it one, and a new one?
     "Take `o`, which a step changes, for one whose attributes are places"
+    if isinstance(o, tuple):
+        new = o not in self.counters
+        self.counters.add(o)
+        return new
     if len(self.helpers) > 7 or any(h is o for h in self.helpers) or not self.helps(o): return False
     self.helpers.append(o)
     return True
+
+# %% ../nbs/api/06aab_helpers.ipynb #6d71a271
+@patch
+def check_recordable(self:LearnerStep,
+    inputs:list, # Of the batch
+):
+    "Refuse what is no step of its own"
+    # what a user's does is looked at as it runs
+    loud = first(cb for cb in self.parts.actors if hears_all(cb) and is_library(type(cb).__call__.__module__))
+    if loud: raise Refused(f"{type(loud).__name__} hears every event, and would hear those within the step only where it is traced")
+    odd = first(t for t in inputs if not isinstance(t, torch.Tensor))
+    if odd is not None:
+        raise Refused(f"the batch holds other things than tensors, such as {type(odd).__name__}; where the dataset gives it, make a "
+                      "tensor of it there; a callback may keep it in an attribute")
+    if any(t.requires_grad for t in inputs):
+        raise Refused("a batch has a graph of its own, through which gradients flow "
+                      "once; `detach()` the dataset's items where they need none")
+    scaling = first(o for o in (self.learn, *self.parts.actors) for v in vars(o).values() if isinstance(v, GradScaler) and v.is_enabled())
+    if scaling is not None:
+        raise Refused(f"a `GradScaler` of {type(scaling).__name__} reads at each step whether gradients are finite; "
+                      "bfloat16, by `learn.to_bf16()`, needs none")

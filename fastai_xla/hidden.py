@@ -18,7 +18,8 @@ from fastcore.all import *
 
 from .runtime import *
 from .transfer import *
-from .capture.effects import functions_in, is_library
+from .capture.effects import is_library
+from .capture.functions import functions_in
 
 # %% ../nbs/api/06a_hidden.ipynb #4c1d0b06
 def _user_methods(cls):

@@ -73,6 +73,7 @@ class LearnerStep:
         self.cbs,self.acts = None,{}   # callbacks as they were, and who of them acts on what
         self.parts,self.looked = Parts(),None   # what was found last, and of what
         self.helpers = []   # objects in attributes that a step has been seen to change
+        self.counters = set()   # (group, key) of numbers in the optimizer's parameter groups that it has been seen to move on
         self.laters = {}   # number of steps that are recorded as one -> hyper-parameters of those after the first
         self.late = False   # metrics after the step, since a callback changes what they are computed of?
 

@@ -26,7 +26,8 @@ from fastai.callback.schedule import ParamScheduler
 from fastai.learner import Learner, Metric
 from fastai.optimizer import Optimizer
 
-from .capture.effects import functions_in, is_library, names_in, with_inner
+from .capture.effects import is_library
+from .capture.functions import functions_in, names_in, with_inner
 from .capture.known import is_known
 from .capture.names import code_names
 from .capture.stores import *
@@ -228,13 +229,12 @@ def may_change_step(
     if isinstance(cb, ParamScheduler) and _schedules_more(cb): return True
     if not is_user_callback(cb) or not hasattr(cb, 'after_batch'): return False
     found,held = run_after(cb)
-    if any(computes_names(g.__code__) for g,_ in found if _is_own(g)): return True
-    if not all(map((_of_step | _of_weights).isdisjoint, (named for _,named in found))): return True
+    codes = [g.__code__ for g,_ in found if _is_own(g)]
+    if any(map(computes_names, codes)) or not all(map((_of_step | _of_weights).isdisjoint, (named for _,named in found))): return True
     loss = learn.loss_func
     hooks = [getattr(h, '__self__', h) for h in _hooked(_running_in(learn))]   # a fastai `Hook` keeps what it has seen
     those = {id(o) for o in (*hypers, *learn.model.modules(), loss, getattr(loss, 'func', loss), *hooks)}
     if any(_holds(v, those) for v in held) or _shares_with_step(learn, cb, held): return True
-    codes = [g.__code__ for g,_ in found if _is_own(g)]
     if not set().union(*map(attrs_set, codes)).isdisjoint(_of_fit | _of_libraries(learn)): return True
     changed = set().union(*map(changed_by, codes)) - _harmless
     return bool(changed) and not changed.isdisjoint(_of_callbacks | _names_of_step(learn, cb))

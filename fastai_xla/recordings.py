@@ -76,19 +76,6 @@ def methods_now(
     others = getattr(type(learn.loss_func), '__call__', None),*(getattr(type(m), 'accumulate', None) for m in learn.metrics)
     return cls,*of_learner,*others,*of_opts,*(len(ps) for o in opts[1:] for ps in groups_of(o))
 
-def _recordable(actors, inputs):
-    "Refuse what is no step of its own"
-    # what a user's does is looked at as it runs
-    loud = first(cb for cb in actors if hears_all(cb) and is_library(type(cb).__call__.__module__))
-    if loud: raise Refused(f"{type(loud).__name__} hears every event, and would hear those within the step only where it is traced")
-    odd = first(t for t in inputs if not isinstance(t, torch.Tensor))
-    if odd is not None:
-        raise Refused(f"the batch holds other things than tensors, such as {type(odd).__name__}; where the dataset gives it, make a "
-                      "tensor of it there; a callback may keep it in an attribute")
-    if any(t.requires_grad for t in inputs):
-        raise Refused("a batch has a graph of its own, through which gradients flow "
-                      "once; `detach()` the dataset's items where they need none")
-
 # %% ../nbs/api/06ab_recordings.ipynb #06ab0f01
 @patch
 def _tracer(self:Recordings, left, ends):
@@ -120,7 +107,7 @@ def _tracer(self:Recordings, left, ends):
 @patch
 def _record(self:Recordings, inputs):
     step,states,left,ends = self.step,self.kinds.states,{},{}
-    _recordable(step.parts.actors, inputs)
+    step.check_recordable(inputs)
     def numbers(): return numbers_of(step.optimizers(), step.more_optimizers(), step.counting(), step.batch.later)
     mine = [m for o in states.watch.roots for m in o.modules()]
     with self._advances() as calls: rec = Recording(self._tracer(left, ends), step.places, inputs, numbers, mine)
@@ -170,8 +157,7 @@ def _add_kept(d, dicts):
 
 def _is_new(now, was):
     "Is what stands in a place another than before the step? What has come into a list or dict stands there"
-    if was is None: return True
-    return now[2] != was[2] and not (type(now[1]) in (list, dict) and now[1] is was[1])
+    return was is None or now[2] != was[2] and not (type(now[1]) in (list, dict) and now[1] is was[1])
 
 # %% ../nbs/api/06ab_recordings.ipynb #d4db8292
 @patch

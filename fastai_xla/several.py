@@ -152,8 +152,9 @@ def as_one(self:Replay) -> int:
 # %% ../nbs/api/06bc_several.ipynb #4d6803de
 @patch
 def _hold(self:Replay):
-    "The hyper-parameters as they are now"
-    return {(i, k): get_number(h, k) for i,h in enumerate(hypers_of(self.step.optimizers())) for k in number_keys(h)}
+    "The hyper-parameters as they are now, but for what the optimizer itself counts"
+    found = [(i, h, k) for i,h in enumerate(hypers_of(self.step.optimizers())) for k in number_keys(h)]
+    return {(i, k): get_number(h, k) for i,h,k in found if (i, k) not in self.step.counters}
 
 @patch
 def _before_each(self:Replay, i, raws):

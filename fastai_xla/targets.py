@@ -22,7 +22,7 @@ from fastai.losses import *
 from fastai.torch_core import TensorMask
 from fastai.vision.augment import AffineCoordTfm, RandomErasing, RandomResizedCropGPU, SpaceTfm
 
-from .capture.effects import rewrites
+from .capture.functions import rewrites
 from .data import feedable, on_read
 from .events import *
 

@@ -14,7 +14,7 @@ os.environ.setdefault('XLA_FLAGS', quick_compiles)
 os.environ.setdefault('XLA_COMPILATION_CACHE_SIZE', '128')
 
 # an `assert` of theirs that fails says what it has compared, as those of the tests do
-pytest.register_assert_rewrite('by_log', 'changes', 'feeding', 'norms', 'on_both', 'order_of_steps', 'unheard')
+pytest.register_assert_rewrite('as_one', 'by_log', 'changes', 'feeding', 'norms', 'on_both', 'order_of_steps', 'unheard')
 
 def pytest_configure(config):
     """What the imports have made, some 600,000 objects, stays frozen

@@ -1,81 +1,7 @@
 "Several steps as one, beside code that acts between them or is not seen at first: as fastai on the CPU, and as retraced"
-import ctypes, warnings
-from by_log import *
+import ctypes
+from as_one import *
 from array import array   # in the place of fastai's
-
-def fitted(story, n=2, **to):
-    "What a fit leaves, on the CPU without `to`; the learner, and why steps have been run one by one"
-    for seed in (torch.manual_seed, np.random.seed, random.seed, manual_seed): seed(3)
-    kwargs,see = story()
-    model = kwargs.pop('model', None) or nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
-    learn = Learner(data(), model, **dict(loss_func=F.mse_loss) | kwargs)
-    if to: learn.to_xla(**to)
-    with warnings.catch_warnings(record=True) as told, learn.no_bar(), learn.no_logging():
-        warnings.simplefilter('always')
-        learn.fit(n, 1e-2)
-    left = [float(o) for o in learn.recorder.losses],list(host(learn.model.state_dict()).values()),host(see(learn))
-    return left,learn,[str(w.message) for w in told if 'run one by one' in str(w.message)]
-
-def agrees(story, why, k=3, n=2):
-    "The same losses, weights and what the story sees; one by one for the reason `why`, or as one without"
-    (cpu,*_),(plain,*_),(several,_,told) = fitted(story, n),fitted(story, n, replay=False),fitted(story, n, steps_per_execution=k)
-    for a,b,c in zip(*map(leaves, (cpu, plain, several)), strict=True):
-        torch.testing.assert_close(*map(torch.as_tensor, (c, b)), rtol=1e-5, atol=1e-6)
-        torch.testing.assert_close(*map(torch.as_tensor, (c, a)), rtol=1e-3, atol=1e-4, check_dtype=False)
-    assert len(told) == bool(why) and (why or '') in ''.join(told), told
-
-# --- optimizers
-
-class Counts(torch.optim.Optimizer):
-    "The number of the step in the group, as timm's Adan has it"
-    def __init__(self, ps, lr=1e-2): super().__init__(ps, dict(lr=lr, k=0))
-    @torch.no_grad()
-    def step(self, closure=None):
-        for g in self.param_groups:
-            g['k'] += 1
-            for p in g['params']: p.add_(p.grad, alpha=-g['lr']*min(1, g['k']/10))
-class Decays(torch.optim.SGD):
-    @torch.no_grad()
-    def step(self, closure=None):
-        super().step()
-        for g in self.param_groups: g['weight_decay'] = g['weight_decay']*1.2 + 1e-3
-
-def with_opt(opt, k): return lambda: (dict(opt_func=partial(OptimWrapper, opt=opt)), lambda l: [g[k] for g in l.opt.opt.param_groups])
-
-class Averages(torch.optim.Optimizer):
-    "Keeps state as timm's Lion does"
-    def __init__(self, ps, lr=1e-2): super().__init__(ps, dict(lr=lr))
-    @torch.no_grad()
-    def step(self, closure=None):
-        for g in self.param_groups:
-            for p in g['params']:
-                st = self.state[p]
-                if not st: st['avg'] = torch.zeros_like(p)
-                st['avg'].mul_(.9).add_(p.grad)
-                p.add_(st['avg'], alpha=-g['lr'])
-
-class Looks(torch.optim.Optimizer):
-    "Keeps the size of the last steps in lists within a list, by their number, as RAdam does: one that was not made is not to be found"
-    def __init__(self, ps, lr=1e-2): super().__init__(ps, dict(lr=lr, sizes=[[None, None] for _ in range(4)]))
-    @torch.no_grad()
-    def step(self, closure=None):
-        for g in self.param_groups:
-            for p in g['params']:
-                st = self.state[p]
-                st['step'] = st.get('step', 0) + 1
-                kept = g['sizes'][st['step'] % 4]
-                if kept[0] != st['step']: kept[:] = st['step'],(1 - .9**st['step'])*g['lr']
-                p.add_(p.grad, alpha=-kept[1])
-
-@pytest.mark.parametrize('opt,k,why', [(Counts, 'k', "changes 'k'"), (Decays, 'weight_decay', "changes 'weight_decay'"),
-                                       (torch.optim.SGD, 'lr', None), (Averages, 'lr', None),
-                                       (Looks, 'sizes', 'param_groups[sizes] changes within the step')])
-def test_an_optimizer_that_changes_numbers_of_its_groups(opt, k, why): agrees(with_opt(opt, k), why)
-
-def test_state_of_an_optimizer_is_put_back():
-    "It is no container of which nobody knows: the steps are run as one"
-    _,learn,_ = fitted(with_opt(Averages, 'lr'), 3, steps_per_execution=3)
-    assert learn.xla_report().per_batch()['executions'] < 1, learn.xla_report().plain
 
 # --- objects that a callback holds or names
 
@@ -331,3 +257,35 @@ class Weighted(nn.Module):
     def forward(self, p, t): return F.mse_loss(p, t)*self.w
 
 def test_a_module_that_is_made_within_the_step(): agrees(lambda: (dict(loss_func=lambda p,t: Weighted(.5)(p, t)), lambda l: 0), '')
+
+# --- what was refused without need, or ended the process
+
+class Attends(nn.Module):
+    "As of the annotated transformer: `self` is a variable of the comprehension, and an argument"
+    def __init__(self):
+        super().__init__()
+        self.layers,self.by,self.attn = nn.ModuleList([nn.Linear(6, 4), nn.Linear(6, 4)]),2.,torch.zeros(16, 16)
+    def forward(self, x):
+        q,k = [l(x)/self.by for l in self.layers]
+        self.attn = (q @ k.T).softmax(-1)
+        return (self.attn @ x).sum(-1, keepdim=True)
+
+def test_an_attribute_of_an_argument_that_a_comprehension_takes(): agrees(lambda: (dict(model=Attends()), lambda l: 0), None)
+
+class Scales(Callback):
+    "As many notebooks have it: the scaler notes in a dict of its own that it has stepped"
+    order = 10
+    param_groups = property(lambda self: self.opt.param_groups)
+    def before_fit(self): self.scaler,self.scales = torch.amp.GradScaler('cuda'),[]
+    def step(self, *args, **kwargs): self.skipped = False
+    def before_backward(self): self.learn.loss_grad = self.scaler.scale(self.loss_grad)
+    def before_step(self):
+        self.skipped = True
+        self.scaler.step(self)
+        self.scales.append(self.scaler.get_scale())
+        if self.skipped: raise CancelStepException()
+    def after_step(self): self.scaler.update()
+
+def test_a_scaler_of_gradients_that_reads():
+    cb = Scales()
+    agrees(lambda: (dict(cbs=cb), lambda l: cb.scales), 'a `GradScaler` of Scales reads')

@@ -17,7 +17,7 @@ import torch
 from fastcore.all import *
 from fastai.torch_core import TensorBase
 
-from .effects import with_inner
+from .functions import with_inner
 from .known import *
 from .calls import *
 

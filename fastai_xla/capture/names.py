@@ -19,7 +19,8 @@ import torch
 from torch import nn
 from fastai.torch_core import TensorBase
 
-from .effects import is_library, with_inner
+from .effects import is_library
+from .functions import with_inner
 
 # %% ../../nbs/api/05ea_capture.names.ipynb #05ea0009
 _loads = 'LOAD_ATTR', 'LOAD_METHOD'

@@ -140,8 +140,7 @@ def _give_up(self:Log, why):
     finally: self.busy -= 1
     miss.fell,miss.given,miss.made = xla_counts().fallbacks,self.objs,[env[i] for i in range(len(self.objs))]
     for i,t in enumerate(miss.made): self.at[id(t)] = i
-    self.objs = list(miss.made)
-    self.turned = {}
+    self.objs,self.turned = list(miss.made),{}
 
 @patch
 def _real(self:Log, a):
@@ -292,8 +291,7 @@ def prepare(self:Log,
 ):
     "Make the placeholders of calls that have none. What is pending is forgotten"
     with python_lock:
-        for n in path:
-            if n.held is not None: continue
+        for n in (n for n in path if n.held is None):
             r = n.answer
             for k in r.kinds: k.to_ask()
             r.turned = [(o, k.placeholder() if k.to_ask() is None else k.asked) for o,k in r.turned]

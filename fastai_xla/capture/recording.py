@@ -17,6 +17,7 @@ from ..runtime import *
 from ..graphs import *
 from ..transfer import *
 from ..draws import *
+from .calls_told import *
 from .state import *
 from .step import *
 from .guards import *
@@ -51,7 +52,7 @@ class Recording:
         self.audited,self.since = 0,0   # the pass over a dataloader, and `runs`, at the last audit
         self.beside = None   # for whoever records it: what the step does beside its program
         with python_lock:
-            first = self.trace(inputs, numbers(), seed=1, search=True)
+            first = self.trace(inputs, numbers(), seed=1, then=look_at_graph, search=True)
             self.numbers = StepNumbers(numbers)
             self.trace(inputs, self.numbers.now, seed=2, then=lambda t: self._compile(first, t))
         self.guards.watch(watched)
@@ -59,6 +60,7 @@ class Recording:
 # %% ../../nbs/api/05h_capture.recording.ipynb #624bd603
 @patch
 def _compile(self:Recording, first, trace):
+    look_at_graph(trace)
     self.graph = StepGraph(trace)
     self.graph.compare(first)
     self.guards,self.results = Guards(trace),Results(trace)
@@ -83,9 +85,9 @@ def verify(self:Recording,
     if numbers.checks > 8:
         raise Refused("a number that changes and a constant of the graph look the same "
                       "in one step after another, so that each would have to be traced")
-    self._retrace(inputs)
+    with TorchCalls() as calls: self._retrace(inputs)
     # tells numbers from constants that happen to be equal, too
-    taken = self._taken(inputs, [k for k in tape.plain() if tape.names[k] not in numbers.pinned])
+    taken = self._taken(inputs, 2*calls.n, [k for k in tape.plain() if tape.names[k] not in numbers.pinned])
     for k in taken:
         i = tape.names[k]
         numbers.pinned[i] = tape.true[i]
@@ -128,7 +130,8 @@ def _numbers(self:Recording):
 @patch
 def _retrace(self:Recording, inputs, others={}, taken=()):
     with python_lock:
-        trace = self.trace(inputs, self._numbers(), seed=3, others=others, taken=taken, watched=self.guards.users)
+        then = look_at_graph if others else noop
+        trace = self.trace(inputs, self._numbers(), seed=3, then=then, others=others, taken=taken, watched=self.guards.users)
     self.graph.tape.true = trace.tape.true
     self.graph.compare(trace)
 
@@ -141,25 +144,26 @@ def _others(self:Recording, keys):
     return {k: little(k) if k in near else 16*(211+37*i)+15 for i,k in enumerate(keys)}
 
 @patch
-def _differs(self:Recording, inputs, keys):
-    "Is the step another where torch is shown other numbers?"
+def _differs(self:Recording, inputs, most, keys):
+    "Is the step another where torch is shown other numbers? One may be how often a loop runs: thousands of times would take long"
     found = self.graph.found()
-    try: self._retrace(inputs, self._others(keys))
+    try:
+        with TorchCalls(most): self._retrace(inputs, self._others(keys))
     except Exception: self.graph.put_back(found)
     else: return False
     return True
 
 @patch
-def _taken(self:Recording, inputs, keys):
+def _taken(self:Recording, inputs, most, keys):
     """Numbers that something has taken as they are, as C code and containers do: where torch is shown others, the step is another
 
     The tape knows nothing of that, so they are looked for by halves"""
-    if not keys or not self._differs(inputs, keys): return []
+    if not keys or not self._differs(inputs, most, keys): return []
     if len(keys) == 1 and keys[0] not in self.numbers.near:
         self.numbers.near.add(keys[0])   # `1-beta**n` is 1 for all `n` that are far
-        return self._taken(inputs, keys)
+        return self._taken(inputs, most, keys)
     n = len(keys)//2
-    return self._taken(inputs, keys[:n]) + self._taken(inputs, keys[n:]) if n else keys
+    return self._taken(inputs, most, keys[:n]) + self._taken(inputs, most, keys[n:]) if n else keys
 
 # %% ../../nbs/api/05h_capture.recording.ipynb #182e33fa
 @patch

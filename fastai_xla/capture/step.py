@@ -44,7 +44,7 @@ class TracedGraph:
     ):
         self.roots = roots
         self.ids,self.ts = graph_inputs(roots)
-        self.hash,self.buffers = graph_hash(roots),buffers(self.ts)
+        self.hash,self.buffers,self.lines = graph_hash(roots),buffers(self.ts),None
         inputs = enumerate(zip(self.ids, self.ts, self.buffers))
         self.sources = [('seed', seed(t)) if i is None else known.get(b, ('const', k)) for k,(i,t,b) in inputs]
         # held, else another trace could find constants of its own in their memory
@@ -140,11 +140,13 @@ def _step(self:Trace, fn, j, numbers):
         advance_rng()
         self.seeds.append(rng_state())
         numbers.show_later(j)
-    groups = [numbers.hypers[i] for i in {i for later in numbers.later for i,_ in later}]
-    was = [dict(d) for d in groups]
-    out = fn(j)
-    own = first(k for d,o in zip(groups, was) for k in {*d, *o} if d.get(k) is not o.get(k))
-    if own is not None: raise Refused(_own_count.format(own), again=False)
+    ahead = {o for later in numbers.later for o in later}
+    def now(): return {(i, k): numbers.hypers[i].get(k[0] if type(k) is tuple else k) for i,k in ahead}
+    was,out,left = now(),fn(j),now()
+    own = first(o for o in ahead if left[o] is not was[o])
+    if own:
+        counter = all(type(true_value(d[own])) is int for d in (was, left))   # which nobody else sets, so that it need not be set ahead
+        raise Refused(_own_count.format(own[1]), again=counter, holder=own if counter else None)
     return out
 
 # %% ../../nbs/api/05g_capture.step.ipynb #6d353866

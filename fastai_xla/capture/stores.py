@@ -11,7 +11,7 @@ __all__ = ['changed_by', 'attrs_set', 'computes_names', 'takes_gradients']
 import dis
 from functools import cache
 
-from .effects import with_inner
+from .functions import with_inner
 from .names import code_names
 
 # %% ../../nbs/api/05da_capture.stores.ipynb #afcd43e1

@@ -18,7 +18,8 @@ from fastcore.all import *
 
 from ..runtime import *
 from ..cleared import *
-from .effects import is_library, is_library_name, with_inner
+from .effects import is_library, is_library_name
+from .functions import with_inner
 from .state import content
 
 # %% ../../nbs/api/05e_capture.watch.ipynb #05e0c0d2
