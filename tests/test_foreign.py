@@ -1,7 +1,7 @@
 "The runner of foreign notebooks sees what differs on XLA. One run of small notebooks, each with faults that were planted here"
-import csv, json, os, subprocess, sys
+import csv, json, os
 from pathlib import Path
-import pytest
+import own_process, pytest
 
 from foreign.compare import judge
 from foreign.observe import numbers_and_words
@@ -69,9 +69,8 @@ def rows(tmp_path_factory):
         notebook(folder/f'{name}.ipynb', cells.values())
         (folder/f'{name}.py').write_text(recipes[name])
     out = folder/'results.csv'
-    res = subprocess.run([sys.executable, '-m', 'tests.foreign', folder, '--recipes', folder, '--out', out],
-        cwd=root, capture_output=True, text=True,
-        env=dict(os.environ, PYTHONPATH=str(root)))
+    res = own_process.run(['-m', 'tests.foreign', folder, '--recipes', folder, '--out', out], folder,
+                          env=dict(os.environ, PYTHONPATH=str(root)))
     assert out.exists(), res.stdout + res.stderr
     return {(r['notebook'], list(planted[r['notebook']])[int(r['cell'])]): r
             for r in csv.DictReader(out.open())} | {'returncode': res.returncode}

@@ -1,5 +1,6 @@
 "With fastai_xla imported, training on the CPU is bit-identical to training without it"
 import json, subprocess, sys
+from pathlib import Path
 import own_process, pytest
 
 code = '''
@@ -37,13 +38,14 @@ for name,(opt,cbs) in runs.items():
               [float(o) for o in learn.recorder.values[-1]], digest(*learn.get_preds()))
 '''
 
-def ran(how):
-    res = subprocess.run([sys.executable, '-c', code, how], cwd='tests', capture_output=True, text=True)
+def ran(how, tmp_path):
+    if how == 'without': res = subprocess.run([sys.executable, '-c', code, how], cwd='tests', capture_output=True, text=True)
+    else: res = own_process.run(['-c', code, how], tmp_path, cwd=Path('tests').absolute())   # which has imported torch_xla
     assert res.returncode == 0, res.stderr
     return [l for l in res.stdout.splitlines() if l.startswith('RUN')]
 
-def test_bit_identical():
-    without,with_ = ran('without'),ran('with')
+def test_bit_identical(tmp_path):
+    without,with_ = ran('without', tmp_path),ran('with', tmp_path)
     assert len(without) == 9
     assert without == with_
 

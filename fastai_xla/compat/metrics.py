@@ -107,6 +107,14 @@ def is_sum(
     "Is its state a sum and a count? A user may have put another `accumulate` into fastai's class"
     return met not in on_host and type(met).accumulate in _sums and not (isinstance(met, AvgMetric) and theirs(AvgMetric, 'accumulate'))
 
+def _value(self, of=AccumMetric.value.fget):
+    "Value of the metric using accumulated preds and targs"
+    # before the epoch is over, what it has kept is on the device
+    if has_xla((self.preds, self.targs)): self.preds,self.targs = fetch((self.preds, self.targs))
+    return of(self)
+
+AccumMetric.value = property(_value)
+
 _lists = {AccumMetric: ('preds', 'targs'), Dice: ('_counts',), DiceMulti: ('_counts',)}
 
 def lists_of(

@@ -158,17 +158,19 @@ def _fill_diagonal(x, value, wrap=False):
     return x.masked_fill_(on if wrap and x.dim() == 2 else on & (i < n*step), value)
 
 # %% ../../nbs/api/01f_lowerings.small.ipynb #314aace9
-addmm = Lowering('addmm', lambda: True, '`alpha` or `beta` other than 1 falls back to the CPU')
+_own = {}   # name -> torch_xla's kernel
 
-@addmm.kernel('addmm', key='AutogradXLA')
+def _keep():
+    _own['addmm'] = torch.library.get_kernel('aten::addmm', 'XLA')
+    return True
+
+addmm = Lowering('addmm', _keep, '`alpha` or `beta` other than 1 falls back to the CPU')
+_keys = torch._C.DispatchKeySet(torch._C.DispatchKey.XLA)
+
+@addmm.kernel('addmm', inference=False)   # also of `addmm_`, and of `out`
 def _addmm(x, a, b, *, beta=1, alpha=1):
-    if alpha == beta == 1: return as_before(torch.ops.aten.addmm.default, x, a, b)
-    return _plus(x, a@b, beta, alpha)
-
-@addmm.kernel('addmm_', key='AutogradXLA')
-def _addmm_(x, a, b, *, beta=1, alpha=1):
-    if alpha == beta == 1: return as_before(torch.ops.aten.addmm_.default, x, a, b)
-    return x.copy_(_plus(x, a@b, beta, alpha))
+    if alpha == beta == 1: return _own['addmm'].call_boxed(_keys, x, a, b)
+    return _plus(x, torch.mm(a, b), beta, alpha)
 
 def _plus(x, y, beta, alpha):
     "`x` is not looked at where `beta` is 0"

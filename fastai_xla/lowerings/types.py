@@ -57,7 +57,10 @@ def _promoted(name, at):
     wrap = name.endswith(('.Tensor', '.Tensor_Tensor', '.self'))
     def _kernel(*args, **kwargs):
         return _kernels[name].call_boxed(_keys, *args[:at.start], *_as_one(args[at], wrap), *args[at.stop:], **kwargs)
-    return _kernel
+    def _where(on, *os):   # any of which may be a number in a tensor on the host, as in the gradient of `x**torch.tensor(2.)`
+        dev = next(t.device for t in (on, *os) if t.is_xla)
+        return _kernel(on.to(dev), *(os if any(t.is_xla for t in os) else (t.to(dev) for t in os)))
+    return _where if name == 'where.self' else _kernel
 
 # %% ../../nbs/api/01ja_lowerings.types.ipynb #159bdfa0
 def _whole(a, b, floor):
@@ -115,7 +118,7 @@ def _sub(a, b, *, alpha=1):
 
 @types.kernel('xlogy.Tensor', inference=False)
 def _xlogy(a, b):
-    dtype,at = torch.result_type(a, b),(a if isinstance(a, torch.Tensor) else b).device
+    dtype,at = torch.result_type(a, b),next(o.device for o in (a, b) if isinstance(o, torch.Tensor) and o.is_xla)
     if not dtype.is_floating_point: dtype = torch.get_default_dtype()
     a,b = (o.to(at, dtype) if isinstance(o, torch.Tensor) else torch.full((), o, dtype=dtype, device=at) for o in (a, b))
     return _kernels['xlogy.Tensor'].call_boxed(_keys, a, b)
