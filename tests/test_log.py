@@ -111,6 +111,13 @@ def test_a_value_that_is_read_at_each_step_is_retraced():
     assert any(why.startswith('torch.Tensor.item at test_log.py, line ') and 'reads a value' in why for why in r.reasons.why)
     assert sum(r.fit.plain.values()) == 3*(10+2) - 2*2
 
+@pytest.mark.parametrize('checked', [True, False])
+def test_a_distribution_reads_what_it_is_given(checked):
+    "What to type is told"
+    def nll(p, t): return -torch.distributions.Normal(p, 1., validate_args=checked).log_prob(t).mean()
+    whys = same(lambda: dict(loss_func=lambda: nll), 1e-6).xla_report().plain
+    assert bool(whys) == checked and all('with `validate_args=False` it does not' in why for why in whys), whys
+
 def test_a_value_that_is_read_once():
     learn = agree(lambda: dict(cbs=lambda: Reads(lambda cb: cb.epoch == 1 and cb.iter == 3)), branches=None)
     assert (counts(learn)[True]['replayed'], counts(learn)[True]['refused']) == (28, 1)

@@ -107,7 +107,13 @@ def why_read(
     new = first(n for n in ran if n != 'aten::nonzero')   # which, as of a mask that is an index, reads whatever kernel it has
     counts = _counts if any(map(selects, ran)) else ''
     done = f"runs {new} on the CPU, as torch_xla has no kernel for it," if new else 'reads a value'
-    return f'{done} within the step{counts}'
+    return f'{done} within the step{counts or _why_checked()}'
+
+def _why_checked():
+    "Of `torch.distributions`, which look at each parameter and value"
+    f,checks = sys._getframe(2),('__init__', '_validate_sample')
+    while f and not (f.f_code.co_name in checks and f.f_globals.get('__name__', '').startswith('torch.distributions.')): f = f.f_back
+    return ', to check what a distribution is given; with `validate_args=False` it does not' if f else ''
 
 why_draws = "draws random numbers on the host, in code that a program leaves out; draw them before the call, and give it what is drawn"
 _counts = ': how many elements it gives depends on values, and each new count compiles a program'

@@ -14,6 +14,7 @@ import torch
 from fastcore.all import *
 
 from ..runtime import *
+from ..apart import hlo_lines
 from ..mesh import *
 from ..graphs import *
 from ..transfer import *
@@ -24,7 +25,6 @@ from .arguments import *
 from .again import *
 from .trace import *
 from .constants import *
-from .plan import look_at_graph, same_graph
 
 # %% ../../nbs/api/05n_capture.program.ipynb #0784d017
 _unexplained = "the graph of the step has constants that no number of the step explains"
@@ -38,7 +38,7 @@ class Program:
         self.path,self.escaped,rng = calls.path,escaped,random.Random(1)
         self.runs,self.since = 0,0   # all, and those at the last audit
         for _ in range(2):   # after a callback has had a part of the last step computed, the first trace is another
-            if found := self._found(calls, rng, true := self._trace(calls, calls.nums, 1, look_at_graph)): break
+            if found := self._found(calls, rng, true := self._trace(calls, calls.nums, 1, _note)): break
         if found is None:
             if self._found(calls, rng, true, only=()) is None: raise Refused(_unexplained)
             names = dict.fromkeys(k for n in self.path for k in n.template.names if k not in decides)
@@ -48,6 +48,8 @@ class Program:
         self.numbers.decided = compare_by_value(self.path, calls.nums)
 
 # %% ../../nbs/api/05n_capture.program.ipynb #a057c3db
+def _note(trace): trace.lines = hlo_lines(trace.graph.roots) if trace.nums else 0   # a number may be in them that the hash does not see
+
 @patch
 def _trace(self:Program, calls, nums, seed, then=noop):
     return StepTrace(calls._replace(nums=nums), self.escaped, seed, then)
@@ -56,18 +58,18 @@ def _trace(self:Program, calls, nums, seed, then=noop):
 def _found(self:Program, calls, rng, true, only=None):
     va,vb = (other_numbers(self.path, calls.nums, rng, only) for _ in range(2))
     try:
-        a = self._trace(calls, va, 1001, look_at_graph)
+        a = self._trace(calls, va, 1001)
         if not _alike(a, true): return None
         found = []
         def then(b):
-            look_at_graph(b)
-            found.append(self._compile(calls, a, b, true) if only is None else self._explained(a, b, true))
+            _note(b)
+            if b.lines == true.lines: found.append(self._compile(calls, a, b, true) if only is None else self._explained(a, b, true))
         self._trace(calls, vb, 2001, then)
     except Exception as e:   # of a call that does not take such a number, or of an autograd function of the user's
         if isinstance(e, Refused): raise
         drop_pending()
         return None
-    return found[0]
+    return first(found)
 
 @patch
 def _deciding(self:Program, calls, rng, true, names):
@@ -78,7 +80,7 @@ def _deciding(self:Program, calls, rng, true, names):
     return self._deciding(calls, rng, true, names[:n]) + self._deciding(calls, rng, true, names[n:]) or names
 
 # %% ../../nbs/api/05n_capture.program.ipynb #e00a8644
-def _alike(a, b): return same_graph(a.graph, b.graph) and a.graph.sources == b.graph.sources
+def _alike(a, b): return a.graph.hash == b.graph.hash and a.graph.sources == b.graph.sources
 
 @patch
 def _explained(self:Program, a, b, true):

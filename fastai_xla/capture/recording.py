@@ -52,7 +52,7 @@ class Recording:
         self.audited,self.since = 0,0   # the pass over a dataloader, and `runs`, at the last audit
         self.beside = None   # for whoever records it: what the step does beside its program
         with python_lock:
-            first = self.trace(inputs, numbers(), seed=1, then=look_at_graph, search=True)
+            first = self.trace(inputs, numbers(), seed=1, search=True)
             self.numbers = StepNumbers(numbers)
             self.trace(inputs, self.numbers.now, seed=2, then=lambda t: self._compile(first, t))
         self.guards.watch(watched)
@@ -60,7 +60,6 @@ class Recording:
 # %% ../../nbs/api/05h_capture.recording.ipynb #624bd603
 @patch
 def _compile(self:Recording, first, trace):
-    look_at_graph(trace)
     self.graph = StepGraph(trace)
     self.graph.compare(first)
     self.guards,self.results = Guards(trace),Results(trace)
@@ -130,8 +129,7 @@ def _numbers(self:Recording):
 @patch
 def _retrace(self:Recording, inputs, others={}, taken=()):
     with python_lock:
-        then = look_at_graph if others else noop
-        trace = self.trace(inputs, self._numbers(), seed=3, then=then, others=others, taken=taken, watched=self.guards.users)
+        trace = self.trace(inputs, self._numbers(), seed=3, others=others, taken=taken, watched=self.guards.users)
     self.graph.tape.true = trace.tape.true
     self.graph.compare(trace)
 

@@ -44,7 +44,7 @@ class TracedGraph:
     ):
         self.roots = roots
         self.ids,self.ts = graph_inputs(roots)
-        self.hash,self.buffers,self.lines = graph_hash(roots),buffers(self.ts),None
+        self.hash,self.buffers = graph_hash(roots),buffers(self.ts)
         inputs = enumerate(zip(self.ids, self.ts, self.buffers))
         self.sources = [('seed', seed(t)) if i is None else known.get(b, ('const', k)) for k,(i,t,b) in inputs]
         # held, else another trace could find constants of its own in their memory
