@@ -42,6 +42,7 @@ def hlo_lines(
     "Equal for the same lines, however often each is there: what a hash hides, as that of torch_xla's `celu` its number, and no more"
     return hash(frozenset(re.sub(r'([A-Za-z_][\w-]*)\.\d+', r'\1', _hlo(roots)).splitlines()))
 
+# %% ../nbs/api/00ab_apart.ipynb #4e1f7a23
 def _constant(
     n:int, # Elements: another number, another hash
     device:torch.device, # XLA device

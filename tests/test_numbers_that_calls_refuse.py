@@ -48,7 +48,7 @@ def test_an_autograd_function_that_takes_some_numbers_only():
     assert not learn.xla_report().plain and counts(learn)[True]['refused'] == 0
 
 def test_what_decides_is_found_by_halves(monkeypatch):
-    "One number of some thirty: as many traces as halves, and the others stay inputs"
+    "One number of many: a trace or two for each half, and the others stay inputs"
     class Many(Applies):
         def forward(self, x):
             x = self.m(x)
@@ -84,7 +84,7 @@ def test_a_number_that_the_hash_of_a_graph_does_not_see(alphas, cbs):
     assert not learn.xla_report().plain
 
 @pytest.mark.parametrize('name', ['celu', None])
-def test_a_program_is_not_that_of_another_number(name, monkeypatch):
+def test_a_program_is_not_that_of_another_number(name):
     "Also where torch_xla's own kernel is in place: a number that makes another graph of the same hash decides"
     class Own(Celu):
         def forward(self, x): return self.last(torch.ops.aten.celu(self.m(x), 2.7))

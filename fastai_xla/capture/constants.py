@@ -39,6 +39,7 @@ def other_numbers(
             for i,v in zip(those, sorted(_another(nums[i], rng) for i in those)): res[i] = v
     return res
 
+# %% ../../nbs/api/05mb_capture.constants.ipynb #05mb0009
 class _NaN(float):
     "Equal to any other"
     def __eq__(self, other): return other != other
@@ -72,9 +73,10 @@ def rounded(
     try: return torch.tensor(v, dtype=dtype).item()
     except (RuntimeError, OverflowError, TypeError): return None
 
-def _candidates(path, a, b, dtype):
+# %% ../../nbs/api/05mb_capture.constants.ipynb #05mb000a
+def _candidates(a, b, dtype):
     "Pairs of values of a constant in two traces -> the number that it would be, and how"
-    res,keys = {},[k for n in path for k in n.template.names]
+    res = {}
     def add(v, w, what):
         if not dtype.is_floating_point and not (type(v) is type(w) is int): return
         pair = rounded(v, dtype),rounded(w, dtype)
@@ -85,7 +87,6 @@ def _candidates(path, a, b, dtype):
     return res
 
 def explain(
-    path:list, # Nodes
     a:StepTrace, # A trace, with its `nums`
     b:StepTrace, # Another, with other numbers
 ) -> dict|None: # Constant -> what it is; `None` if one of them is nothing that is known
@@ -94,7 +95,7 @@ def explain(
     for k,c in a.graph.consts.items():
         other = b.graph.consts[k]
         if not c.dim() and c.dtype != torch.bool:
-            if c.dtype not in tables: tables[c.dtype] = _candidates(path, a, b, c.dtype)
+            if c.dtype not in tables: tables[c.dtype] = _candidates(a, b, c.dtype)
             if (m := tables[c.dtype].get((c.item(), other.item()))) is not None:
                 res[k] = m
                 continue

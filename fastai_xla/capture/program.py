@@ -84,7 +84,7 @@ def _alike(a, b): return a.graph.hash == b.graph.hash and a.graph.sources == b.g
 
 @patch
 def _explained(self:Program, a, b, true):
-    res = explain(self.path, a, b) if _alike(a, b) else None
+    res = explain(a, b) if _alike(a, b) else None
     # other numbers may all give the same, as any but 0 does among bools
     if res is None or not all(same_value(c, true.graph.consts[k]) for k,c in a.graph.consts.items() if k not in res): return None
     return res
@@ -226,6 +226,7 @@ def _unlike(p, trace):
 
 def _short(c): return c if not isinstance(c, T) else c.item() if c.numel() == 1 else f'a tensor of shape {tuple(c.shape)}'
 
+# %% ../../nbs/api/05n_capture.program.ipynb #5a0d17a3
 def n_programs(
     root:Node, # Of a log
 ) -> int:

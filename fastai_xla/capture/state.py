@@ -70,7 +70,7 @@ class Refused(RuntimeError):
         why:str, # The same text for the same reason
         detail:str='', # What may be another each time, such as values
         again:bool=True, # Worth another try?
-        holder=None, # Object that the step changes, where that is the reason
+        holder=None, # Where that is the reason: object that the step changes, or (group, key) of a number that its optimizer counts
     ):
         super().__init__(why+detail)
         self.why,self.again,self.holder = why,again,holder
