@@ -268,6 +268,7 @@ def _another(self:Recordings, recs, inputs):
         names = _deciding(recs)
         raise Refused("Python numbers decide what the step does, each time otherwise", f": {', '.join(names)}"*bool(names))
     why,rec = self._why_again(recs),self._record(inputs)
+    rec.like(recs)
     recs.append(rec)
     rec.audited = self.passes
     if not rec.ready(): raise Refused(f"{rec.guards.moved or 'a number'}, which the step reads, has another value each time")

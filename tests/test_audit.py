@@ -83,6 +83,15 @@ def test_audits_of_a_step_that_does_not_change_cost_nothing_else():
     assert audits == {True: 2+3, False: 1+3}   # at the 2nd and 4th batch of 8, at the 2nd of 4, and where epochs begin
     assert report.per_batch() | {'to device': 0} == {'compiles': 0, 'executions': 1, 'to host': 0, 'to device': 0, 'fallbacks': 0}
 
+def test_what_decides_in_one_recording_is_not_looked_for_in_the_next(monkeypatch):
+    "By halves, that is: one look at all other numbers is enough"
+    looks,differs = [],Recording._differs
+    monkeypatch.setattr(Recording, '_differs', lambda self, *args: looks.append(self) or differs(self, *args))
+    losses,*_ = losses_of(by_epoch['a_list'])
+    assert torch.equal(losses, losses_of(by_epoch['a_list'], replay=False)[0])
+    n = [looks.count(rec) for rec in dict.fromkeys(looks)]
+    assert len(n) == 2*3 and min(n[:2]) > 1 and n[2:] == [1]*4, n   # training and validation, in three epochs
+
 class Notes(Callback):
     "The learner has a number more after the first epoch"
     def after_epoch(self): self.learn.best = self.epoch + 1.

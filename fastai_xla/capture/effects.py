@@ -67,6 +67,10 @@ def _of_python(file): return file is None or file.startswith(_stdlib) and 'site-
 def _root(o): return (getattr(o, '__module__', None) or '').partition('.')[0]
 def _is_user(frame): return not is_library(frame.f_globals.get('__name__', ''))
 
+class _Users(dict):
+    "Name of a module -> is it the user's? Asked at each call that Python tells of"
+    def __missing__(self, name): return self.setdefault(name, not is_library(name))
+
 # %% ../../nbs/api/05d_capture.effects.ipynb #e73787e9
 def _ids():
     """Ids of all that the garbage collector knows and has not frozen
@@ -181,7 +185,7 @@ def no_effects(
     reads=None, # Shown the frames of the user's functions, and at the end what has been made meanwhile
 ):
     "Refuse a block in which the user's own code does more than compute and set attributes"
-    found,seen,imports,before = [],set(),[],n_reads()
+    found,seen,imports,before,users = [],set(),[],n_reads(),_Users()
     def note(frame, what):
         if not what: return
         found.append(f"{_place(frame)} {what} within the step, where nobody would see it happen again; "
@@ -192,22 +196,22 @@ def no_effects(
         if found or imports and not (event == 'return' and frame is imports[0]): return
         if imports: return imports.clear()
         back = frame if event == 'c_return' else frame.f_back if event == 'return' else None
-        if reads and back and _is_user(back):
+        if reads and back and users[back.f_globals.get('__name__', '')]:
             if event == 'return': reads.returned(_made(frame, res), back.f_code)
             if not reads.read_at and n_reads() != before: reads.read_at = _place(back)
         if event == 'call':
             if frame.f_code in _imports: return imports.append(frame)
             if frame.f_code is _call: reads and reads.called(frame.f_locals['self'])
-            if _is_user(frame):
+            if users[frame.f_globals.get('__name__', '')]:
                 if frame.f_code not in seen or _is_hook(frame): note(frame, _effect_of_code(frame))
                 seen.add(frame.f_code)
                 try: reads and reads.see(frame)
                 except Refused as e:
                     found.append(str(e))
                     raise
-            elif frame.f_back is not None and _is_user(frame.f_back) and _may_act(called := _name_of(frame)):
-                note(frame.f_back, f'calls {called}')
-        elif event == 'c_call' and _is_user(frame): note(frame, _effect_of_call(res))
+            elif (f := frame.f_back) is not None and users[f.f_globals.get('__name__', '')] and _may_act(called := _name_of(frame)):
+                note(f, f'calls {called}')
+        elif event == 'c_call' and users[frame.f_globals.get('__name__', '')]: note(frame, _effect_of_call(res))
     gc.freeze()   # what was there before is not among `gc.get_objects()` then
     try:
         with told_of_calls(watch): yield

@@ -87,10 +87,22 @@ def verify(self:Recording,
     with TorchCalls() as calls: self._retrace(inputs)
     # tells numbers from constants that happen to be equal, too
     taken = self._taken(inputs, 2*calls.n, [k for k in tape.plain() if tape.names[k] not in numbers.pinned])
-    for k in taken:
-        i = tape.names[k]
-        numbers.pinned[i] = tape.true[i]
+    self._pin(taken)
     self._plan()
+
+@patch
+def _pin(self:Recording, keys):
+    "The recording is for the present values of these"
+    tape = self.graph.tape
+    self.numbers.pinned.update({tape.names[k]: tape.true[tape.names[k]] for k in keys})
+
+@patch
+def like(self:Recording,
+    recs:list, # Recordings of the same kind of batch
+):
+    "Numbers that decide in these do so here: to find them out takes several traces"
+    names = self.graph.tape.names
+    for rec in recs: self._pin([k for k,i in rec.graph.tape.names.items() if i in rec.numbers.pinned and k in names])
 
 # %% ../../nbs/api/05h_capture.recording.ipynb #222b0f13
 @patch
