@@ -248,7 +248,7 @@ def _audit(self:Recordings, rec, recs, inputs):
     rec.ready()
 
 # %% ../nbs/api/06ab_recordings.ipynb #5a3c8001
-def _deciding(recs): return list(dict.fromkeys(str(k[1]) for r in recs for k,i in r.graph.tape.names.items() if i in r.numbers.pinned))
+def _deciding(recs): return list(dict.fromkeys(str(k[1]) for r in recs for k in r.deciding()))
 
 @patch
 def _why_again(self:Recordings, recs):
@@ -268,7 +268,7 @@ def _another(self:Recordings, recs, inputs):
         names = _deciding(recs)
         raise Refused("Python numbers decide what the step does, each time otherwise", f": {', '.join(names)}"*bool(names))
     why,rec = self._why_again(recs),self._record(inputs)
-    rec.like(recs)
+    rec.pin_like(recs)
     recs.append(rec)
     rec.audited = self.passes
     if not rec.ready(): raise Refused(f"{rec.guards.moved or 'a number'}, which the step reads, has another value each time")

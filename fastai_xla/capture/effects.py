@@ -44,6 +44,7 @@ _values = {'builtins', 'random', 'datetime', 're', 'decimal', 'fractions', '_thr
 
 _containers = list, set, dict, deque, bytearray, array, np.ndarray
 
+# %% ../../nbs/api/05d_capture.effects.ipynb #95d5ad51
 _stdlib = os.path.dirname(os.__file__)
 
 def is_library(
@@ -67,9 +68,14 @@ def _of_python(file): return file is None or file.startswith(_stdlib) and 'site-
 def _root(o): return (getattr(o, '__module__', None) or '').partition('.')[0]
 def _is_user(frame): return not is_library(frame.f_globals.get('__name__', ''))
 
-class _Users(dict):
-    "Name of a module -> is it the user's? Asked at each call that Python tells of"
-    def __missing__(self, name): return self.setdefault(name, not is_library(name))
+def _users():
+    "`_is_user` that asks once for each module; for a block alone, as what a name stands for may change between blocks"
+    known = {}
+    def is_user(frame):
+        name = frame.f_globals.get('__name__', '')
+        if name not in known: known[name] = not is_library(name)
+        return known[name]
+    return is_user
 
 # %% ../../nbs/api/05d_capture.effects.ipynb #e73787e9
 def _ids():
@@ -185,7 +191,7 @@ def no_effects(
     reads=None, # Shown the frames of the user's functions, and at the end what has been made meanwhile
 ):
     "Refuse a block in which the user's own code does more than compute and set attributes"
-    found,seen,imports,before,users = [],set(),[],n_reads(),_Users()
+    found,seen,imports,before,is_user = [],set(),[],n_reads(),_users()
     def note(frame, what):
         if not what: return
         found.append(f"{_place(frame)} {what} within the step, where nobody would see it happen again; "
@@ -196,22 +202,22 @@ def no_effects(
         if found or imports and not (event == 'return' and frame is imports[0]): return
         if imports: return imports.clear()
         back = frame if event == 'c_return' else frame.f_back if event == 'return' else None
-        if reads and back and users[back.f_globals.get('__name__', '')]:
+        if reads and back and is_user(back):
             if event == 'return': reads.returned(_made(frame, res), back.f_code)
             if not reads.read_at and n_reads() != before: reads.read_at = _place(back)
         if event == 'call':
             if frame.f_code in _imports: return imports.append(frame)
             if frame.f_code is _call: reads and reads.called(frame.f_locals['self'])
-            if users[frame.f_globals.get('__name__', '')]:
+            if is_user(frame):
                 if frame.f_code not in seen or _is_hook(frame): note(frame, _effect_of_code(frame))
                 seen.add(frame.f_code)
                 try: reads and reads.see(frame)
                 except Refused as e:
                     found.append(str(e))
                     raise
-            elif (f := frame.f_back) is not None and users[f.f_globals.get('__name__', '')] and _may_act(called := _name_of(frame)):
-                note(f, f'calls {called}')
-        elif event == 'c_call' and users[frame.f_globals.get('__name__', '')]: note(frame, _effect_of_call(res))
+            elif frame.f_back is not None and is_user(frame.f_back) and _may_act(called := _name_of(frame)):
+                note(frame.f_back, f'calls {called}')
+        elif event == 'c_call' and is_user(frame): note(frame, _effect_of_call(res))
     gc.freeze()   # what was there before is not among `gc.get_objects()` then
     try:
         with told_of_calls(watch): yield

@@ -86,23 +86,8 @@ def verify(self:Recording,
                       "in one step after another, so that each would have to be traced")
     with TorchCalls() as calls: self._retrace(inputs)
     # tells numbers from constants that happen to be equal, too
-    taken = self._taken(inputs, 2*calls.n, [k for k in tape.plain() if tape.names[k] not in numbers.pinned])
-    self._pin(taken)
+    self._pin(self._taken(inputs, 2*calls.n, [k for k in tape.plain() if tape.names[k] not in numbers.pinned]))
     self._plan()
-
-@patch
-def _pin(self:Recording, keys):
-    "The recording is for the present values of these"
-    tape = self.graph.tape
-    self.numbers.pinned.update({tape.names[k]: tape.true[tape.names[k]] for k in keys})
-
-@patch
-def like(self:Recording,
-    recs:list, # Recordings of the same kind of batch
-):
-    "Numbers that decide in these do so here: to find them out takes several traces"
-    names = self.graph.tape.names
-    for rec in recs: self._pin([k for k,i in rec.graph.tape.names.items() if i in rec.numbers.pinned and k in names])
 
 # %% ../../nbs/api/05h_capture.recording.ipynb #222b0f13
 @patch
@@ -174,6 +159,26 @@ def _taken(self:Recording, inputs, most, keys):
         return self._taken(inputs, most, keys)
     n = len(keys)//2
     return self._taken(inputs, most, keys[:n]) + self._taken(inputs, most, keys[n:]) if n else keys
+
+# %% ../../nbs/api/05h_capture.recording.ipynb #222b0016
+@patch
+def _pin(self:Recording, keys):
+    "The recording is for the present values of these"
+    tape = self.graph.tape
+    self.numbers.pinned.update({tape.names[k]: tape.true[tape.names[k]] for k in keys})
+
+@patch
+def deciding(self:Recording) -> list: # Their keys
+    "Numbers for whose present values alone the recording is"
+    return [k for k,i in self.graph.tape.names.items() if i in self.numbers.pinned]
+
+@patch
+def pin_like(self:Recording,
+    recs:list, # Recordings of the same kind of batch
+):
+    "Take it that the numbers that decide in these do so here, too"
+    names = self.graph.tape.names
+    self._pin([k for rec in recs for k in rec.deciding() if k in names])
 
 # %% ../../nbs/api/05h_capture.recording.ipynb #182e33fa
 @patch
