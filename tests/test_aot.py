@@ -104,7 +104,7 @@ def test_batch_that_does_not_fit_is_told_so():
 def test_largest_batch():
     learn = wide_learner().to_xla()
     n = largest_batch(learn, verbose=False)
-    assert learn.tpu_report(size=n, valid=False, verbose=False) and not learn.tpu_report(size=int(1.1*n)+1, valid=False, verbose=False)
+    assert learn.tpu_report(size=n, valid=False, verbose=False) and any(m <= 1.1*n+1 and not ok for m,(ok,_) in n.tried.items())
     assert 1000 < n < 8192 and len(n.tried) <= 7
 
 class Complex(Module):
@@ -118,7 +118,7 @@ class Complex(Module):
 def test_operator_that_is_refused_is_told_with_module_and_line():
     learn = small()
     learn.model[0].add_module('planted', Complex())
-    r = learn.to_xla().tpu_report(verbose=False)
+    r = learn.to_xla().tpu_report(valid=False, verbose=False)
     assert not r and r.memory is None
     assert all(s in r.error for s in ('C128', 'module 0.planted', 'test_aot.py', 'to(torch.complex128)')), r.error
 
@@ -144,13 +144,14 @@ def test_batch_split_over_devices():
     with pytest.raises(ValueError, match='cannot be split over 8 devices'): learn.tpu_report('v5e-8', size=12, verbose=False)
 
 @needs_compiler
-def test_compiler_is_stopped(monkeypatch):
+def test_compiler_is_stopped(monkeypatch, tmp_path):
     started = []
     class Started(subprocess.Popen):
         def __init__(self, *args, **kwargs):
             super().__init__(*args, **kwargs)
             started.append(self)
     monkeypatch.setattr(compiling.subprocess, 'Popen', Started)
+    monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path))   # where the program is not kept already
     r = small().to_xla().tpu_report(limit=.1, valid=False, verbose=False)
     assert not r and 'stopped after' in r.error and 'limit=' in r.error and 'is not known' in r.verdict and 'will not' not in r.verdict
     def interrupt(*args): raise KeyboardInterrupt

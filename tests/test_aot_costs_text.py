@@ -8,12 +8,10 @@ import fastai_xla.aot.report, fastai_xla.lowerings.rnn
 from fastai_xla.all import *
 from fastai_xla.aot.compile import cannot_compile
 from fastai_xla.aot.take import take_programs
+from aot_learners import shared_cache
 
 pytestmark = pytest.mark.skipif(bool(cannot_compile()), reason=f'no compiler for TPUs: {cannot_compile()}')
 steps,bs,n_hid = 24,16,128
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch): monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path))
 
 class Net(Module):
     def __init__(self): self.rnn,self.lin = nn.LSTM(32, n_hid, batch_first=True),nn.Linear(n_hid, 1)

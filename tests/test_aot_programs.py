@@ -1,6 +1,7 @@
 """A learner's programs, traced without being run
 
     make test ARGS='tests/test_aot_programs.py'"""
+from functools import lru_cache
 import pytest, torch
 import fastai_xla.capture.recording
 from fastai.vision.all import *
@@ -14,6 +15,9 @@ from fastai_xla.transfer import fetch
 from aot_learners import *
 
 language_model = partial(cases.language_model, 10, n_layers=1)   # that of the coverage table has three, and more texts
+
+@lru_cache
+def program(): return take_programs(small().to_xla(), valid=False)[0]
 
 def weights_after(learn, look):
     "Weights after a fit, a look at the programs, and another fit"
@@ -61,12 +65,12 @@ def test_step_in_pieces_is_refused(event):
     assert 'stablehlo.convolution' in take_programs(learn.to_xla(), valid=False)[0].text
 
 def test_gradient_accumulation_is_looked_at_where_it_steps():
-    learns = [small(cbs=cbs).to_xla() for cbs in (None, GradientAccumulation(64))]
-    plain,summed = (take_programs(learn, valid=False)[0] for learn in learns)
+    learn,plain = small(cbs=GradientAccumulation(64)).to_xla(),program()
+    summed = take_programs(learn, valid=False)[0]
     assert summed.nbytes('optimizer') == plain.nbytes('optimizer') > 0
     n = sum(p.numel() for p in small().model.parameters())*4
     assert summed.nbytes('weights')+summed.nbytes('other') >= plain.nbytes('weights')+n   # and the gradients so far
-    assert all(p.grad is None for p in learns[1].model.parameters())
+    assert all(p.grad is None for p in learn.model.parameters())
 
 @pytest.mark.parametrize('size', [0, -1, True, '64', 2.])
 def test_size_that_is_none(size):
@@ -104,10 +108,9 @@ def test_program_is_the_one_that_is_run():
     assert ops(taken.text) == ops(texts[0][0]) and len(taken.donated) == texts[0][1] > 20
 
 def test_inputs_are_told_apart():
-    learn = small().to_xla()
-    taken = take_programs(learn, valid=False)[0]
-    n = sum(p.numel()*p.element_size() for p in learn.model.parameters())
-    buffers = sum(b.numel()*b.element_size() for b in learn.model.buffers())
+    taken,model = program(),small().model
+    n = sum(p.numel()*p.element_size() for p in model.parameters())
+    buffers = sum(b.numel()*b.element_size() for b in model.buffers())
     assert taken.nbytes('optimizer') == 2*n   # Adam's two averages
     assert taken.nbytes('weights') <= n + buffers and taken.nbytes('weights') >= n
     assert taken.nbytes('batch') == 16*(8*8*4 + 8)
@@ -125,6 +128,6 @@ def test_size_of_batch_is_free():
     assert sizes == [[(5, 1, 8, 8), (5,)], [(100, 1, 8, 8), (100,)]]
 
 def test_operators_know_module_and_line():
-    sites = take_programs(small().to_xla(), valid=False)[0].sites
+    sites = program().sites
     assert {'0.0.0', '1.0.0', '1.3'} <= {m for part,m,_ in sites if part == 'forward'} & {m for part,m,_ in sites if part == 'backward'}
     assert any('optimizer.py' in line for part,_,line in sites if part == 'update')

@@ -17,18 +17,17 @@ box = []
 
 # Aliases, copies, hooks
 
-@pytest.mark.parametrize('alias', [lambda l: l.model.state_dict(), lambda l: dict(enumerate(p.detach() for p in l.model.parameters()))])
-@pytest.mark.parametrize('when', ['before', 'between'])
-def test_alias(alias, when):
+def parameters(learn): return [p.detach() for p in learn.model.parameters()]
+def all_state(learn): return list(learn.model.state_dict().values())
+
+@pytest.mark.parametrize('when,aliases', [('before', parameters), ('between', parameters), ('before', all_state)])
+def test_alias(aliases, when):
     "An alias of the weights goes along with them"
     def fits(learn):
         if when == 'between': learn.fit(1, 1e-2)
-        held = alias(learn)
+        held = aliases(learn)
         learn.fit(2, 1e-2)
-        for a,b in zip(fetch(list(held.values())),
-                       fetch([learn.model.state_dict()[k] if isinstance(k, str)
-                              else list(learn.model.parameters())[k].detach() for k in held])):
-            assert torch.equal(a, b)
+        for a,b in zip(fetch(held), fetch(aliases(learn)), strict=True): assert torch.equal(a, b)
     learn,_ = compare(learner, fits)
     assert any('alias' in why for why in learn.xla_opt.replay.reasons.why)
 
@@ -99,19 +98,6 @@ def test_copied_after_fit(copied):
         other = copied(learn)
         other.fit(1, 1e-2)
     assert n_runs(other) > 0 and other.xla_opt.replay.learn is other
-
-class OwnBatch(Learner):
-    "Has its own way with a batch"
-    def one_batch(self, i, b):
-        x,y = b
-        super().one_batch(i, (x*.5, y))
-
-def test_own_one_batch():
-    def make():
-        dls = image_dls()
-        return OwnBatch(dls, image_learner(dls).model, loss_func=CrossEntropyLossFlat())
-    learn,_ = compare(make)
-    assert n_runs(learn) > 0
 
 def test_mixed_precision_accumulated():
     "Several as one is refused there, and autocast left: the numbers of one by one"

@@ -141,10 +141,8 @@ class WeighedNet(nn.Module):
         self.net,self.temps = nn.Linear(6, 1),temps
     def forward(self, x): return self.net(x)*self.temps[-1]
 
-by_partial = lambda w: dict(loss_func=partial(weighed, w=w))
-by_object = lambda w: dict(loss_func=Weighed(w))
-by_model = lambda w: dict(model=lambda: WeighedNet(w))
-by_closure = lambda w: dict(loss_func=lambda p, y: weighed(p, y, w))
+uses = dict(partial=lambda w: dict(loss_func=partial(weighed, w=w)), object=lambda w: dict(loss_func=Weighed(w)),
+            model=lambda w: dict(model=lambda: WeighedNet(w)), closure=lambda w: dict(loss_func=lambda p, y: weighed(p, y, w)))
 
 class Lowers(Callback):
     def __init__(self, own, f): self.own,self.f = own,f
@@ -160,13 +158,16 @@ def multiplies(w): np.multiply(w, .95, out=w)
 def lowering(w):
     while True: yield lowers(w)
 
-@pytest.mark.parametrize('uses', [by_partial, by_object, by_model, by_closure], ids=['partial', 'object', 'model', 'closure'])
-@pytest.mark.parametrize('start,f', [(lambda: [1.], lowers), (lambda: deque([1.], 5), appends), (lambda: np.ones(1), multiplies),
-                                     (lambda: [1.], lowering)], ids=['list', 'deque', 'array', 'generator'])
-def test_a_callback_changes_what_a_step_holds(uses, start, f):
+kinds = dict(list=(lambda: [1.], lowers), deque=(lambda: deque([1.], 5), appends), array=(lambda: np.ones(1), multiplies),
+             generator=(lambda: [1.], lowering))
+
+# how the step holds it and of what kind it is are found apart
+@pytest.mark.parametrize('use,kind', [*((use, 'list') for use in uses), ('object', 'deque'), ('model', 'array'), ('closure', 'generator')])
+def test_a_callback_changes_what_a_step_holds(use, kind):
+    start,f = kinds[kind]
     def make():
         w = start()
-        return learner(**uses(w), cbs=Steps(f(w), None) if f is lowering else Lowers(w, f))
+        return learner(**uses[use](w), cbs=Steps(f(w), None) if f is lowering else Lowers(w, f))
     in_order(make, 'change what the next one depends on')
 
 class Stops(Callback):

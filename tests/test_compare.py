@@ -125,13 +125,16 @@ def test_historic_crash():
     assert not check_training(learn)
     with learn.no_logging(): learn.fit(1)
 
-@pytest.mark.parametrize('xla', [False, True])
-@pytest.mark.parametrize('opt', [Adam, ranger, partial(OptimWrapper, opt=torch.optim.Adam)], ids=['adam', 'ranger', 'wrapped'])
+opts = dict(adam=Adam, ranger=ranger, wrapped=partial(OptimWrapper, opt=torch.optim.Adam))
+
+@pytest.mark.parametrize('opt,xla', [('adam', False), *((o, xla) for o in ('ranger', 'wrapped') for xla in (False, True))])
 def test_nothing_lost(opt, xla):
-    "Weights, statistics, optimizer and batches of a learner that is checked between fits are those of one that is not"
+    """Weights, statistics, optimizer and batches of a learner that is checked between fits are those of one that is not
+
+    `ranger` is an optimizer of fastai's around another, so that what there is of Adam is part of it"""
     def run(check):
         set_seed(0, reproducible=True)
-        learn = sound(xla, opt_func=opt)
+        learn = sound(xla, opt_func=opts[opt])
         for _ in range(2):
             if check: check_training(learn)
             with learn.no_logging(): learn.fit(1, 1e-2)
@@ -154,14 +157,14 @@ def tanh_learner():
 def wrong_tanh(eps): return lambda g, y: g*(1-y*y)*(1+eps)
 
 def test_rounding():
-    r = compare_backends(tanh_learner, ('cpu', 'xla', 'meta-device-that-is-not'), n_epoch=20, lr=.1)
-    assert not r and r.verdicts == dict(cpu='rounding', xla='rounding') and 'it fails' in str(r) and len(r.losses['float64']) == 40
+    r = compare_backends(tanh_learner, ('cpu', 'xla', 'meta-device-that-is-not'), n_epoch=10, lr=.1)
+    assert not r and r.verdicts == dict(cpu='rounding', xla='rounding') and 'it fails' in str(r) and len(r.losses['float64']) == 20
     assert r.plot() and '<table' in r._repr_html_()
 
 @pytest.mark.parametrize('backend', ['cpu', 'xla'])
 def test_fault(backend):
     with swap_op('aten.tanh_backward', backend, wrong_tanh(1e-4)):
-        r = compare_backends(tanh_learner, ('cpu', 'xla'), n_epoch=10, lr=.1, roundings=2)
+        r = compare_backends(tanh_learner, ('cpu', 'xla'), n_epoch=5, lr=.1, roundings=2)
     assert list(r.parted) == [backend] and r.parted[backend] <= 4 and f'{backend} has a fault' in str(r)
 
 def test_batch_norm_and_adam():

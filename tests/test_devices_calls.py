@@ -3,7 +3,7 @@ import pytest
 from test_devices import python
 
 head = """
-import sys, warnings
+import os, sys, warnings
 import torch_xla.distributed.spmd as spmd
 from fastai.vision.all import *
 from fastai_xla.all import *
@@ -20,32 +20,40 @@ def tells(f, *args, **kwargs):
 
 def says(code, n=4, **env): return python(['-c', head+code], n, **env)
 
-@pytest.mark.parametrize('code,words', [
-    ("learner().to_xla(); tells(learner().to_xla, devices='all')", 'RuntimeError|has used one of its 4 devices|Restart the notebook'),
-    ("torch.ones(2, device='xla'); tells(learner().to_xla, devices='all')", 'RuntimeError|has used one of its 4 devices already'),
+refused = [
     ("tells(learner().to_xla, devices=3)", 'ValueError|this process has 4|CPU_NUM_DEVICES'),
     ("tells(learner().to_xla, devices='both')", "ValueError|this takes 'all'"),
     ("tells(learner().to_xla, devices=9)", 'ValueError|this process has 4'),
     ("tells(learner().to_xla, 1, devices='all')", 'ValueError|one device, or all of them'),
     ("tells(learner().to_xla, devices='all', shard='zero')", "ValueError|this takes 'fsdp'"),
     ("tells(learner().to_xla, mesh=spmd.Mesh(range(4), (2, 2), ('x', 'y')))", "ValueError|the axis 'data'"),
+    ("tells(learner().to_xla, devices='all')", 'no error')]
+
+def test_wrong_arguments_are_refused_and_decide_nothing():
+    out = says('\n'.join(code for code,_ in refused)).splitlines()
+    for line,(code,words) in zip(out, refused, strict=True): assert all(w in line for w in words.split('|')), (code, line)
+
+@pytest.mark.parametrize('code,words', [
+    ("torch.ones(2, device='xla'); tells(learner().to_xla, devices='all')", 'RuntimeError|has used one of its 4 devices already'),
     ("learner().to_xla(devices='all'); tells(learner().to_xla, devices=1)", 'ValueError|Restart Python to use one device')])
 def test_errors(code, words):
     out = says(code)
     assert all(w in out for w in words.split('|')), out
 
-def test_world_size():
-    out = says("tells(learner().to_xla)", n=1, WORLD_SIZE='4')
-    assert 'RuntimeError' in out and 'WORLD_SIZE is 4' in out
-    assert 'no error' in says("tells(learner().to_xla)", n=1, WORLD_SIZE='1')
-
-def test_told_once():
+def test_one_of_four_is_told_once_and_decides():
     out = says("""
 with warnings.catch_warnings(record=True) as w:
     warnings.simplefilter('always')
     learner().to_xla(), learner().to_xla()
-print([str(o.message) for o in w if 'devices' in str(o.message)])""")
+print([str(o.message) for o in w if 'devices' in str(o.message)])
+tells(learner().to_xla, devices='all')""")
     assert out.count("1 of 4 devices is used: `learn.to_xla(devices='all')`") == 1
+    assert all(w in out.splitlines()[1] for w in ('RuntimeError', 'has used one of its 4 devices', 'Restart the notebook')), out
+
+def test_world_size():
+    four,one = says("tells(learner().to_xla); os.environ['WORLD_SIZE'] = '1'; tells(learner().to_xla)", n=1, WORLD_SIZE='4').splitlines()
+    assert 'RuntimeError' in four and 'WORLD_SIZE is 4' in four
+    assert one == 'no error'
 
 def test_uneven_is_told():
     out = says("""
@@ -67,22 +75,28 @@ with learn.no_bar(), learn.no_logging(): learn.fit(1)
 print(len(learn.recorder.losses))""".replace('df =', 'from fastai.collab import *; df =', 1))
     assert out.strip() == '8'
 
-@pytest.mark.parametrize('cb', ['GradientClip(.05)', 'SAM(.5)'])
-def test_callbacks_see_gradients_of_split_parameters(cb):
-    out = says(f"""
+def test_callbacks_see_gradients_of_split_parameters():
+    out = says("""
 def fitted(shard, cb):
     set_seed(0)
     learn = cases.images(opt_func=SGD, cbs=cb).to_xla(devices='all', shard=shard)
     with learn.no_bar(), learn.no_logging(): learn.fit(1, 1e-1)
     return [l.item() for l in learn.recorder.losses]
-a,b,plain = fitted(None, {cb}),fitted('fsdp', {cb}),fitted('fsdp', None)
-print(max(abs(x-y) for x,y in zip(a, b)) < 1e-5, max(abs(x-y) for x,y in zip(plain, b)) > 1e-3)""")
-    assert 'True True' in out, out
+plain = fitted('fsdp', None)
+for cb in (partial(GradientClip, .05), partial(SAM, .5)):
+    a,b = fitted(None, cb()),fitted('fsdp', cb())
+    print(max(abs(x-y) for x,y in zip(a, b)) < 1e-5, max(abs(x-y) for x,y in zip(plain, b)) > 1e-3)""")
+    assert out.splitlines() == ['True True']*2, out
 
 def test_seed_before_the_devices():
     "To seed does not decide for one device; and the seed holds"
-    code = "manual_seed(5); learn = learner(); learn.to_xla(devices='all'); print(fetch(torch.rand(4, device='xla')).tolist())"
-    assert says(code) == says(code, n=1) != says(code.replace('5', '6'))
+    code = """
+for seed in (5, 5, 6):
+    manual_seed(seed)
+    learner().to_xla(devices='all')
+    print(fetch(torch.rand(4, device='xla')).tolist())"""
+    before,again,other = says(code).splitlines()
+    assert says(code, n=1).splitlines() == [before, again, other] and before == again != other
 
 def test_one_device_is_no_mesh():
     assert 'None' in says("learner().to_xla(devices='all', shard='fsdp'); print(mesh())", n=1)
@@ -196,8 +210,7 @@ print(learn.xla_report().per_batch()['executions'], learn.xla_report().per_batch
     assert eval(layouts) == [f'{{devices=[{parts},2]0,2,1,3 last_tile_dim_replicate}}' for parts in ('2,1', '1,2')]
     assert cost == '1.0 0.0'
 
-@pytest.mark.parametrize('shard,steady', [(None, 21), ('fsdp', 0)])
-def test_code_of_the_user(shard, steady):
+def test_code_of_the_user():
     "What mixes, and where, is drawn on the host at each batch. It had been recorded as what the first batches drew"
     code = """
 class Mix(Callback):
@@ -215,8 +228,10 @@ with learn.no_bar(), learn.no_logging(): learn.fit(2, .1)
 print([l.item() for l in learn.recorder.losses])
 print(learn.xla_report().per_batch()['executions'], learn.xla_report().per_batch()['fallbacks'])
 if n_devices() > 1: print(learn.xla_opt.replay.by_log.fit.counts[True]['replayed'], dict(learn.xla_report().plain))"""
-    (one,_),(four,cost,found) = (says(code.replace('SHARD', repr(shard)), n=n).splitlines()[-k:] for n,k in ((1, 2), (4, 3)))
-    assert max(abs(a-b) for a,b in zip(eval(one), eval(four), strict=True)) < 1e-5
-    n,_,why = found.partition(' ')
-    assert cost == '1.0 0.0' and int(n) == steady, found
-    assert ('parameters are split over several devices, and Mix is code of yours' in why) == bool(shard), why
+    one,_ = says(code, n=1).splitlines()[-2:]   # with no `SHARD`
+    for shard,steady in ((None, 21), ('fsdp', 0)):
+        four,cost,found = says(code.replace('SHARD', repr(shard))).splitlines()[-3:]
+        assert max(abs(a-b) for a,b in zip(eval(one), eval(four), strict=True)) < 1e-5
+        n,_,why = found.partition(' ')
+        assert cost == '1.0 0.0' and int(n) == steady, found
+        assert ('parameters are split over several devices, and Mix is code of yours' in why) == bool(shard), why

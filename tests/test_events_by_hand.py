@@ -108,8 +108,8 @@ class ReadsGrads(Callback):
     def _read(self):
         if self.training: self.seen.append([None if p.grad is None else p.grad.abs().max().cpu() for p in self.learn.model.parameters()])
 
-@pytest.mark.parametrize('when', ['before_batch', 'after_pred', 'before_backward', 'after_backward',
-                                  'after_step', 'after_batch', 'after_train', 'after_fit'])
+@pytest.mark.parametrize('when', ['before_batch', 'after_pred', 'after_backward', 'after_step',
+                                  'after_batch', 'after_train', 'after_fit'])
 def test_gradients_are_fastais_at_every_event(when):
     "Zeros after `zero_grad`, not `None`"
     def story(learn):

@@ -1,5 +1,6 @@
 "pip adds fastai_xla to Colab's TPU image and changes nothing there; on Kaggle the TPU's client finds an environment in which it starts"
 import json, os, subprocess, sys
+from concurrent.futures import ThreadPoolExecutor
 from configparser import ConfigParser
 from pathlib import Path
 import pytest
@@ -40,11 +41,16 @@ def pip_would_install(tmp, python, reqs, *opts):
     for o in found: assert SpecifierSet(o.get('requires_python', '')).contains(f'{python}.0'), f"{o['name']} is not for Python {python}"
     return {o['name'].lower().replace('_', '-'): o['version'] for o in found}
 
-@pytest.fixture(scope='module')
-def index(tmp_path_factory):
-    "A package index that answers"
-    try: pip_would_install(tmp_path_factory.mktemp('pip'), '3.12', [Requirement('packaging')], '--no-deps')
-    except AssertionError as e: pytest.skip(f'pip reaches no package index: {e}')
+def all_at_once(tmp, *asked):
+    "What pip would install for each (python, requirements, options) of `asked`; a skip where no index answers"
+    folders = [tmp/str(i) for i in range(len(asked))]
+    for o in folders: o.mkdir()
+    with ThreadPoolExecutor() as threads: found = [threads.submit(pip_would_install, o, *args) for o,args in zip(folders, asked)]
+    if errors := [o.exception() for o in found if o.exception()]:
+        try: pip_would_install(tmp, '3.12', [Requirement('packaging')], '--no-deps')
+        except AssertionError as e: pytest.skip(f'pip reaches no package index: {e}')
+        raise errors[0]
+    return [o.result() for o in found]
 
 @pytest.mark.parametrize('python', pythons)
 def test_requirements_admit_what_colab_has(python):
@@ -54,17 +60,16 @@ def test_requirements_admit_what_colab_has(python):
         assert not o.extras, f'{o} brings requirements that are not named here'
     assert all(o.specifier.contains(f'{has[o.name]}+cpu') for o in needed(python) if o.name in ('torch', 'torchvision'))
 
-@pytest.mark.parametrize('python', pythons)
-def test_pip_keeps_what_colab_has(index, tmp_path, python):
-    "There is a wheel of each for this Python, and it is the version that is there already"
-    new = pip_would_install(tmp_path, python, needed(python), '--no-deps')
-    has = {k.replace('_', '-'): v for k,v in installed(python).items()}
-    assert new == {k: has[k] for k in new} and {'torch', 'torch-xla', 'libtpu', 'tpu-info', 'fastai'} <= set(new)
+def test_pip_keeps_what_colab_has(tmp_path):
+    "There is a wheel of each for each Python, and it is the version that is there already"
+    for python,new in zip(pythons, all_at_once(tmp_path, *((python, needed(python), '--no-deps') for python in pythons))):
+        has = {k.replace('_', '-'): v for k,v in installed(python).items()}
+        assert new == {k: has[k] for k in new} and {'torch', 'torch-xla', 'libtpu', 'tpu-info', 'fastai'} <= set(new), python
 
-def test_pip_finds_a_libtpu_for_the_newest_python(index, tmp_path):
+def test_pip_finds_a_libtpu_for_the_newest_python(tmp_path):
     "With what the TPU's packages require in their turn: `torch_xla[tpu]` asks for a libtpu that has no wheel for Python 3.13"
     reqs = [o for o in needed('3.13') if o.name in ('torch_xla', 'libtpu', 'tpu-info')]
-    new = pip_would_install(tmp_path, '3.13', reqs)
+    new, = all_at_once(tmp_path, ('3.13', reqs))
     assert new['libtpu'] == '0.0.21.1' and new['torch-xla'] == '2.9.0' and new['grpcio'] == colab_tpu['grpcio']
 
 seen_by_torch_xla = '''

@@ -11,9 +11,7 @@ from by_log import *
 
 # --- numbers that Python code computes in any way
 
-hows = ['list', 'interp', 'cos', 'and', 'floor', 'ramp from 1', 'linspace', 'iter', 'int', 'float32', 'host tensor', 'sent tensor',
-        'changed']
-@pytest.mark.parametrize('how', hows)
+@pytest.mark.parametrize('how', ['list', 'interp', 'iter', 'int', 'float32', 'host tensor', 'sent tensor', 'changed'])
 def test_a_number(how):
     learn = agree(lambda: dict(cbs=lambda: Weight(how)), cpu=how != 'sent tensor' and how != 'changed')
     assert not learn.xla_opt.replay.fit.plain
@@ -77,11 +75,6 @@ class DropMore(Callback):
 
 def test_dropout_by_the_epoch(): agree(lambda: dict(model=Drop, cbs=DropMore), branches=3, valid=3, cpu=False)
 
-class Clip(Callback):
-    def after_backward(self): nn.utils.clip_grad_norm_(self.model.parameters(), [1., .1, .01][self.epoch])
-
-def test_clipping_by_a_list(): agree(lambda: dict(cbs=Clip), branches=None, tol=1e-6)
-
 # --- modules of libraries that are held by something else
 
 class PlainLoss:
@@ -111,12 +104,11 @@ def test_a_value_that_is_read_at_each_step_is_retraced():
     assert any(why.startswith('torch.Tensor.item at test_log.py, line ') and 'reads a value' in why for why in r.reasons.why)
     assert sum(r.fit.plain.values()) == 3*(10+2) - 2*2
 
-@pytest.mark.parametrize('checked', [True, False])
-def test_a_distribution_reads_what_it_is_given(checked):
+def test_a_distribution_reads_what_it_is_given():
     "What to type is told"
-    def nll(p, t): return -torch.distributions.Normal(p, 1., validate_args=checked).log_prob(t).mean()
+    def nll(p, t): return -torch.distributions.Normal(p, 1., validate_args=True).log_prob(t).mean()
     whys = same(lambda: dict(loss_func=lambda: nll), 1e-6).xla_report().plain
-    assert bool(whys) == checked and all('with `validate_args=False` it does not' in why for why in whys), whys
+    assert whys and all('with `validate_args=False` it does not' in why for why in whys), whys
 
 def test_a_value_that_is_read_once():
     learn = agree(lambda: dict(cbs=lambda: Reads(lambda cb: cb.epoch == 1 and cb.iter == 3)), branches=None)

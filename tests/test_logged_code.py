@@ -69,12 +69,6 @@ def gradient_in_forward():
             g, = torch.autograd.grad(z.pow(3).sum(), z)
         return x + .01*g
     return net(f)
-@story
-def layers_in_a_random_order():
-    def f(s, x):
-        for m in random.sample(list(s.mods), 2): x = m(x).relu()
-        return x
-    return net(f, *[lambda: nn.Linear(16, 16)]*2)
 
 class Counts(nn.Module):
     "A buffer that counts, and an average that begins as `None`"
@@ -89,21 +83,6 @@ class Counts(nn.Module):
         return r*(1+self.n*.01)
 @story
 def counts_in_a_buffer(): return dict(model=Counts, see=lambda learn: [learn.model.n, learn.model.avg])
-
-@dataclasses.dataclass
-class Out:
-    out: torch.Tensor
-    extra: list
-@story
-def returns_a_dataclass():
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.l = nn.Linear(6, 1)
-        def forward(self, x):
-            r = self.l(x)
-            return Out(r, [r.mean()])
-    return dict(model=Model, loss_func=lambda: lambda p,y: F.mse_loss(p.out, y) + .1*p.extra[0].abs())
 
 # --- callbacks
 
@@ -141,15 +120,6 @@ def accumulates(): return dict(cbs=lambda: [GradientAccumulation(32), Weight('it
 @story
 def clips(): return dict(cbs=lambda: [GradientClip(.1), Weight('list')])
 
-class InputGradient(Callback):
-    def before_batch(self): self.learn.xb = (self.x.requires_grad_(),)
-    def after_loss(self):
-        if not self.training: return
-        g, = torch.autograd.grad(self.learn.loss_grad, self.xb[0], create_graph=True)
-        self.learn.loss_grad = self.learn.loss_grad + .1*g.pow(2).sum()
-@story
-def penalty_of_the_inputs_gradient(): return dict(cbs=InputGradient)
-
 class Averages(Callback):
     "Validates with an average of the weights"
     def before_fit(self): self.avg = self.copy()
@@ -163,17 +133,6 @@ class Averages(Callback):
     def after_validate(self): self.model.load_state_dict(self.kept)
 @story
 def validates_with_averages(): return dict(cbs=Averages)
-
-class Hooks(Callback):
-    def before_fit(self):
-        self.acts = []
-        self.h = self.model[1].register_forward_hook(lambda m,i,o: self.acts.append(o))
-    def after_loss(self):
-        self.learn.loss_grad = self.learn.loss_grad + .01*self.acts[-1].abs().mean()
-        self.acts.clear()
-    def after_fit(self): self.h.remove()
-@story
-def activations_by_a_hook(): return dict(cbs=Hooks)
 
 class GradientBefore(Callback):
     "Compares a gradient with that of the batch before"
@@ -217,8 +176,9 @@ def optimizer_of_the_user(): return dict(opt_func=partial(OptimWrapper, opt=Own)
 
 @pytest.mark.parametrize('name', stories)
 def test_replayed_is_retraced_is_the_cpu(name):
+    n = 3 if name in ('accumulates', 'validates_with_averages') else 2   # epochs
     # the program of a batch that is not stepped has other outputs, and on some machines XLA fuses it otherwise
-    learn = agree(stories[name], branches=None, tol=1e-6 if name == 'accumulates' else 0.)
+    learn = agree(stories[name], branches=None, tol=1e-6 if name == 'accumulates' else 0., n=n)
     train,report = counts(learn)[True],learn.xla_report()
-    assert train['replayed'] >= 26 and not report.plain and not report.beside
+    assert train['replayed'] >= 10*n-4 and not report.plain and not report.beside
     assert (report.per_batch('training')['executions'], report.per_batch('training')['compiles']) == (1, 0)

@@ -63,8 +63,9 @@ def test_batch_norm_grid():
 
 def test_batch_norm_grid_without():
     "In float32 only: mixed precisions do not even compile, and leave the process with a graph that never will"
-    with without_lowerings('batch_norm'): errors,crashed = bn_grid_errors([k for k in bn_grid if k[-1] == 'fp32'])
-    assert crashed == 16 == 4*2*len(('eval', 'frozen'))
+    grid = [k for k in bn_grid if k[0] in ('1d', '2d') and k[-1] == 'fp32']
+    with without_lowerings('batch_norm'): errors,crashed = bn_grid_errors(grid)
+    assert crashed == 8 == 2*2*len(('eval', 'frozen'))
     assert {k[2] for k,e in errors.items() if e > 1e-3} == {'train', 'cumulative'}   # the biased running variance
 
 def test_batch_norm_dtypes():
@@ -91,24 +92,21 @@ def test_batch_norm_running_50_steps(mom):
     assert max(error(a, e) for a,e in zip(fetch([ours.running_mean, ours.running_var]), (exact.running_mean, exact.running_var))) < 1e-6
 
 @pytest.mark.parametrize('shape', [(4096,8), (16,8,8,8), (64,8,28,28)])
-@pytest.mark.parametrize('ratio', [10, 100, 1000])
-def test_batch_norm_large_mean(shape, ratio):
+def test_batch_norm_large_mean(shape):
     torch.manual_seed(0)
-    x = torch.randn(shape)+ratio
+    x = torch.randn(shape)+1000
     cls = nn.BatchNorm2d if len(shape) == 4 else nn.BatchNorm1d
     diff = lambda: (fetch(cls(8).to(dev)(x.to(dev))) - cls(8).double()(x.double())).abs().max().item()
     assert diff() < 1e-4
-    if ratio == 1000:
-        with without_lowerings('batch_norm'): assert not diff() < .05
+    with without_lowerings('batch_norm'): assert not diff() < .05
 
 def test_batch_norm_constant_channel():
     x = torch.full((8, 3, 4, 4), 7.3)
     assert torch.isfinite(fetch(nn.BatchNorm2d(3).to(dev)(x.to(dev)))).all()
 
-@pytest.mark.parametrize('affine', [True, False])
 @pytest.mark.parametrize('train', [True, False])
-@pytest.mark.parametrize('dims', list(shapes))
-def test_batch_norm_second_derivatives(dims, train, affine):
+@pytest.mark.parametrize('dims,affine', [*((d, True) for d in shapes), ('2d', False)])
+def test_batch_norm_second_derivatives(dims, affine, train):
     m = make_bn(dims, affine, 'train' if train else 'eval')
     x = torch.randn(shapes[dims][1])
     def second(m, x):

@@ -42,11 +42,13 @@ def run(*cmd, **kwargs):
 
 @pytest.fixture(scope='module')
 def dist(tmp_path_factory):
-    "sdist, and the wheel that is built from it"
-    path = tmp_path_factory.mktemp('dist')
-    with open(path.parent.parent/'dist.lock', 'w') as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)   # both processes may come here, and what is built on the way lies in one folder
-        run(sys.executable, '-m', 'build', '--outdir', str(path), str(root))
+    "sdist, and the wheel that is built from it; once where both processes come here"
+    base = tmp_path_factory.getbasetemp()
+    path = (base.parent if 'PYTEST_XDIST_WORKER' in os.environ else base)/'dist'
+    path.mkdir(exist_ok=True)
+    with open(path/'lock', 'w') as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not any(path.glob('*.whl')): run(sys.executable, '-m', 'build', '--outdir', str(path), str(root))
     return next(path.glob('*.tar.gz')),next(path.glob('*.whl'))
 
 def test_wheel_is_usable(dist, tmp_path):

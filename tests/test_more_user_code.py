@@ -3,10 +3,15 @@ import cProfile, pstats, warnings
 from by_log import *
 from test_kinds_of_code import hooked
 
-def heard(events, fits=(2,), on=None, model=mlp, **kwargs):
+# how steps are replayed, and whether a callback has an `after_loss` too: it does nothing, but with it they are logged
+plain_runs = (None, False),(False, False),('auto', False)
+all_runs = *plain_runs,('auto', True)
+def logged(yes): return dict(after_loss=lambda cb: None) if yes else {}
+
+def heard(events, fits=(2,), runs=plain_runs, model=mlp, **kwargs):
     "What the recorder has heard in fits with such a callback, on the CPU, retraced and replayed; the last learner"
     res = []
-    for replay in (None, False, 'auto'):
+    for replay,in_log in runs:
         torch.manual_seed(0)
         random.seed(0)
         manual_seed(3)
@@ -14,7 +19,7 @@ def heard(events, fits=(2,), on=None, model=mlp, **kwargs):
         if replay is not None: learn.to_xla(replay=replay)
         rows = []
         for n in fits:
-            with learn.no_bar(), learn.no_logging(): learn.fit(n, 1e-2, cbs=type('Cb', (Callback,), dict(events)))
+            with learn.no_bar(), learn.no_logging(): learn.fit(n, 1e-2, cbs=type('Cb', (Callback,), events | logged(in_log)))
             rows.append([*map(float, learn.recorder.losses), *(float(v) for vs in learn.recorder.values for v in vs)])
         res.append(rows)
     return res,learn
@@ -25,16 +30,15 @@ def twice(t): t.mul_(2)
 def replaced(cb): cb.learn.loss = cb.learn.loss*2
 def cut_off(cb): cb.pred.detach().clamp_(-1, 1)
 
-@pytest.mark.parametrize('in_log', [False, True])
 @pytest.mark.parametrize('f', [louder, replaced, cut_off])
-def test_what_metrics_are_computed_of_is_changed_before_the_recorder_looks(f, in_log):
+def test_what_metrics_are_computed_of_is_changed_before_the_recorder_looks(f):
     "From the first batch on, and without a warning"
-    events = dict(after_batch=f) | (dict(after_loss=lambda cb: None) if in_log else {})
     with warnings.catch_warnings():
         warnings.filterwarnings('error', '.*changes `learn.pred`')
-        (cpu,plain,replayed),_ = heard(events)
-    test_close(plain[0], replayed[0], eps=1e-5)
-    test_close(cpu[0], replayed[0], eps=1e-4)
+        (cpu,plain,*replayed),_ = heard(dict(after_batch=f), runs=all_runs)
+    for r in replayed:
+        test_close(plain[0], r[0], eps=1e-5)
+        test_close(cpu[0], r[0], eps=1e-4)
 
 def test_such_a_change_that_only_the_tensor_tells_of():
     with pytest.warns(UserWarning, match='changes `learn.pred`'):
@@ -118,18 +122,17 @@ def reads_batch_number(p, t): return (p-t).mean()*0 + reads_batch_number.learn.t
 
 metrics = dict(callback=reads_callback, batch_number=reads_batch_number, loss=lambda: LossMetric('part'))
 
-@pytest.mark.parametrize('own_code', [False, True])
 @pytest.mark.parametrize('metric', metrics.values(), ids=metrics)
-def test_a_metric_reads_what_is_set_after_the_batch(metric, own_code):
+def test_a_metric_reads_what_is_set_after_the_batch(metric):
     res = []
-    for replay in (None, False, 'auto'):
+    for replay,in_log in all_runs:
         torch.manual_seed(0)
         random.seed(0)
-        learn = Learner(data(), mlp(), loss_func=MSELossFlat(), cbs=[Sets()] if metric is not reads_batch_number or own_code else [])
+        learn = Learner(data(), mlp(), loss_func=MSELossFlat(), cbs=[Sets()] if metric is not reads_batch_number or in_log else [])
         learn.metrics = [metric() if metric.__name__ == '<lambda>' else metric]
         metric.learn,learn.recorder.train_metrics = learn,True
         if replay is not None: learn.to_xla(replay=replay)
-        cbs = [type('Cb', (Callback,), dict(after_loss=lambda cb: None))()] if own_code else []
+        cbs = [type('Cb', (Callback,), logged(True))()]*in_log
         with learn.no_bar(), learn.no_logging(): learn.fit(3, 1e-2, cbs=cbs)
         res.append([[float(v) for v in vs[1::2]] for vs in learn.recorder.values])
     for r in res[1:]: test_close(r, res[0], eps=1e-4)
@@ -142,11 +145,10 @@ def test_only_a_metric_that_may_read_it_is_computed_after_the_step():
 def reads_smooth_loss(cb): return cb.learn.recorder.smooth_loss.value
 def reads_the_metrics(cb): return first(cb.learn.metrics).value
 
-@pytest.mark.parametrize('own_code', [False, True])
 @pytest.mark.parametrize('read', [reads_smooth_loss, reads_the_metrics])
-def test_what_the_recorder_has_so_far_is_read_before_it_looks(read, own_code):
+def test_what_the_recorder_has_so_far_is_read_before_it_looks(read):
     res = []
-    for replay in (None, False, 'auto'):
+    for replay,in_log in all_runs:
         torch.manual_seed(0)
         random.seed(0)
         seen = []
@@ -157,8 +159,8 @@ def test_what_the_recorder_has_so_far_is_read_before_it_looks(read, own_code):
         learn = Learner(data(), mlp(), loss_func=MSELossFlat(), metrics=mse)
         learn.recorder.train_metrics = True
         if replay is not None: learn.to_xla(replay=replay)
-        events = dict(after_batch=after_batch) | (dict(after_loss=lambda cb: None) if own_code else {})
-        with learn.no_bar(), learn.no_logging(): learn.fit(3, 1e-2, cbs=type('Cb', (Callback,), events)())
+        cb = type('Cb', (Callback,), dict(after_batch=after_batch) | logged(in_log))()
+        with learn.no_bar(), learn.no_logging(): learn.fit(3, 1e-2, cbs=cb)
         res.append([v for v in seen if v == v])   # the first is a NaN of fastai's
     assert len(set(res[0])) > 20
     for r in res[1:]: test_close(r, res[0], eps=1e-4)
@@ -197,23 +199,23 @@ def test_a_weight_that_is_replaced_is_trained_by_none(replay):
     with learn.no_bar(), learn.no_logging(): learn.fit(3, 1e-2, cbs=cb)
     assert len(set(learn.seen)) == 1
 
-@pytest.mark.parametrize('own_code', [False, True])
-def test_the_forward_of_a_librarys_class_is_replaced(own_code, without_audits):
+def test_the_forward_of_a_librarys_class_is_replaced(without_audits):
     def before_batch(cb):
         if cb.training and cb.epoch and cb.iter == 4: cb.learn.patch(nn.ReLU, 'forward', lambda self, x: F.silu(x))
     res = []
-    for replay in (None, False, 'auto'):
+    for replay,in_log in all_runs:
         torch.manual_seed(0)
         random.seed(0)
         learn = Learner(data(), nn.Sequential(mlp(), nn.Tanh()), loss_func=MSELossFlat())
         if replay is not None: learn.to_xla(replay=replay)
         with pytest.MonkeyPatch.context() as m, learn.no_bar(), learn.no_logging():
             learn.patch = m.setattr
-            events = dict(before_batch=before_batch) | (dict(after_loss=lambda cb: None) if own_code else {})
-            learn.fit(3, 1e-2, cbs=type('Cb', (Callback,), events)())
+            learn.fit(3, 1e-2, cbs=type('Cb', (Callback,), dict(before_batch=before_batch) | logged(in_log))())
         res.append([*map(float, learn.recorder.losses)])
-    test_close(res[2], res[1], eps=1e-6)
-    test_close(res[2], res[0], eps=1e-4)
+    cpu,plain,*replayed = res
+    for r in replayed:
+        test_close(r, plain, eps=1e-6)
+        test_close(r, cpu, eps=1e-4)
 
 class Weighed(Learner): weights = np.array([.2, .5])
 class Shifted(nn.Linear):

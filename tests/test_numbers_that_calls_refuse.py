@@ -12,10 +12,10 @@ class Noisy(nn.Module):
         self.m,self.lo,self.hi = mlp(),lo,hi
     def forward(self, x): return self.m(x*torch.empty_like(x).uniform_(self.lo, self.hi))
 
-@pytest.mark.parametrize('lo,hi', [(.5, .6), (-.1, .1), (1., 1.001), (0., .05), (.3, .3)])
+@pytest.mark.parametrize('lo,hi', [(-.1, .1), (1., 1.001), (0., .05), (.3, .3)])
 def test_bounds_that_are_close(lo, hi):
     "Drawn on the device, so that the CPU draws others. Audits come often in a fit of many short epochs"
-    learn = same(lambda: dict(model=partial(Noisy, lo, hi)), cpu=False, n=6)
+    learn = same(lambda: dict(model=partial(Noisy, lo, hi)), cpu=False, n=4)
     assert counts(learn)[True]['refused'] == 0 and not learn.xla_report().plain
 
 class Wider(Callback):
@@ -44,7 +44,7 @@ class Applies(nn.Module):
     def forward(self, x): return Known.apply(self.m(x), .25)*.7 + .1
 
 def test_an_autograd_function_that_takes_some_numbers_only():
-    learn = same(lambda: dict(model=Applies), 1e-6, n=6)
+    learn = same(lambda: dict(model=Applies), 1e-6, n=4)
     assert not learn.xla_report().plain and counts(learn)[True]['refused'] == 0
 
 def test_what_decides_is_found_by_halves(monkeypatch):

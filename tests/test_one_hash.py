@@ -1,6 +1,7 @@
 """Graphs that differ only in which of several like tensors is used twice: torch_xla has one hash for them, and runs the first one's program
 
 Retraced and replayed steps, with the numbers of plain fastai on the CPU"""
+import functools
 from collections import deque
 from by_log import *
 from common import image_dls, image_learner
@@ -52,21 +53,21 @@ class Bank(Layers):
 def story(cls, turn):
     return lambda: dict(model=type('Net', (cls,), dict(turn=staticmethod(turn))))
 
-cases = [(Teachers, in_turn), (Teachers, at_random), (Teachers, by_epoch), (Prototypes, in_turn), (Bank, at_random)]
+@functools.lru_cache
+def on_cpu(cls, turn, n): return run(story(cls, turn), None, xla=False, n=n)[0]
 
 @pytest.mark.parametrize('replay', ['auto', False])
-@pytest.mark.parametrize('cls,turn', cases)
-def test_like_tensors_take_turns(cls, turn, replay):
-    f = story(cls, turn)
-    (cpu,_),(got,_) = run(f, None, xla=False, n=4),run(f, replay, n=4)
+@pytest.mark.parametrize('cls,turn,n', [(Teachers, in_turn, 2), (Teachers, at_random, 2), (Teachers, by_epoch, 4),
+                                        (Prototypes, in_turn, 2), (Bank, at_random, 2)])
+def test_like_tensors_take_turns(cls, turn, n, replay):
+    cpu,(got,_) = on_cpu(cls, turn, n),run(story(cls, turn), replay, n=n)
     np.testing.assert_allclose(got['losses'], cpu['losses'], rtol=1e-5)
     for k,v in cpu['sd'].items(): torch.testing.assert_close(got['sd'][k], v, rtol=1e-4, atol=1e-5)
 
-@pytest.mark.parametrize('cls,turn', cases[:1])
-def test_without_a_look_they_are_taken_for_one_another(cls, turn, monkeypatch):
+def test_without_a_look_they_are_taken_for_one_another(monkeypatch):
     "The control: a `sync` as torch_xla has it"
     monkeypatch.setattr(fastai_xla.opt_callback, 'sync_apart', lambda *args: fastai_xla.runtime.torch_xla.sync())
-    with pytest.raises(AssertionError): test_like_tensors_take_turns(cls, turn, False)
+    with pytest.raises(AssertionError): test_like_tensors_take_turns(Teachers, in_turn, 4, False)
 
 def test_a_large_graph_is_looked_at_again_where_an_epoch_begins(monkeypatch):
     "The first four batches of it are the same: after that it is looked at once more within the epoch"
@@ -82,7 +83,7 @@ def test_a_large_graph_is_looked_at_again_where_an_epoch_begins(monkeypatch):
         def __init__(self):
             super().__init__()
             self.ls.append(nn.Linear(8, 8).requires_grad_(False))
-    test_like_tensors_take_turns(Five, by_epoch, False)
+    test_like_tensors_take_turns(Five, by_epoch, 4, False)
     assert len(looks) < 44, len(looks)   # of 40 batches of training and 8 of validation: not of five in the first epoch
 
 class Keeps(Callback):
@@ -106,7 +107,10 @@ def what_it_keeps(**kw):
     with learn.no_bar(), learn.no_logging(): learn.fit(2, 1e-2)
     return cb.kept
 
-def as_kept(**kw): return all(map(partial(torch.allclose, rtol=1e-4, atol=1e-5), what_it_keeps(**kw), what_it_keeps()))
+@functools.lru_cache
+def kept_on_cpu(): return what_it_keeps()
+
+def as_kept(**kw): return all(map(partial(torch.allclose, rtol=1e-4, atol=1e-5), what_it_keeps(**kw), kept_on_cpu()))
 
 @pytest.mark.parametrize('kw', [dict(replay='auto'), dict(replay=False), dict(steps_per_execution=4)])
 def test_what_a_callback_computes_and_never_reads(kw): assert as_kept(**kw)

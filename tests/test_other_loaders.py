@@ -4,7 +4,7 @@ import pytest, torch
 from torch.utils.data import DataLoader as TorchLoader, TensorDataset
 from fastai.vision.all import *
 from fastai_xla.all import *
-from on_both import agree, compare, plain, told
+from on_both import agree, plain, told
 
 def tensors(n):
     g = torch.Generator().manual_seed(n)
@@ -52,19 +52,26 @@ def fit(learn):
 @pytest.mark.parametrize('loader', loaders)
 def test_code_of_the_users_runs_at_each_step(loader, monkeypatch):
     "Where guards alone would refuse it, for a list that changes within the step"
-    learn = compare(lambda: learner(loader), fit)
+    def make(): return learner(loader)
+    _,there = told(make, fit)
+    def on_xla(**kwargs):
+        learn,here = told(make, fit, True, **kwargs)
+        assert there.keys() == here.keys() and not [k for k in there if not agree(there[k], here[k], 1e-4)]
+        return learn
+    learn = on_xla()
+    if loader in ('torch', 'own_set_device'): on_xla(replay=False)
     assert all('has another argument' in why for why in plain(learn)), plain(learn)   # while the list grows
     counts = learn.xla_opt.replay.by_log.fit.counts
     assert counts[True]['retraced'] <= 3
     monkeypatch.setattr('fastai_xla.replay.Replay.log_of', lambda self: None)
-    guarded = compare(lambda: learner(loader), fit, replays=['auto'])
+    guarded = on_xla()
     assert any('changes a list' in why for why in plain(guarded)), plain(guarded)
 
 @pytest.mark.parametrize('loss', [CrossEntropyLossFlat, Last3])
 def test_a_batch_is_one_transfer(loss):
     "One more in training where code is guarded: of the hyper-parameters"
     learn = learner('torch', loss).to_xla()
-    with learn.no_logging(), learn.no_bar(): learn.fit(6, .1)
+    with learn.no_logging(), learn.no_bar(): learn.fit(3, .1)
     report = learn.xla_report()
     train,valid = report.per_batch('training'),report.per_batch('validation')
     assert train['to device'] <= (1 if loss is Last3 else 2) and valid['to device'] <= 1, (train, valid)

@@ -12,12 +12,10 @@ from fastai_xla.parity.truth import plain, swap_op
 from common import *
 from planted import *
 
-sizes = {'auto': 9, False: 10}   # of images: each its own, since what has been compiled in this process is not compiled again
-
 def reported(cb=None, loss=None, replay='auto'):
-    "What the report of a watched fit says: cause, what, line"
-    kwargs = dict(loss_func=loss()) if loss else {}
-    learn,told = watched(cb() if cb else None, replay=replay, dls=image_dls(size=sizes[replay]), **kwargs)
+    "What the report of a watched fit says: cause, what, line. It is retraced, as a watched fit is not replayed"
+    kwargs,size = dict(loss_func=loss()) if loss else {},9 if replay else 10   # what this process has compiled is not compiled again
+    learn,told = watched(cb() if cb else None, replay=replay, dls=image_dls(size=size), **kwargs)
     causes = learn.xla_report().causes
     assert len(told) == len(causes) and all(l in repr(learn.xla_report()) for l in causes.line)
     return [(c.cause, f'{c.what}; {c.line}') for c in causes.itertuples()]
@@ -51,16 +49,15 @@ faults = {
                                              dict.fromkeys(every, ['made before the model moved', 'create_opt'])),
     'frozen by mistake':                    (partial(checked, frozen), {'1.3.weight': ['frozen', 'requires_grad']}),
     'a parameter on the CPU':               (partial(checked, on_the_cpu), {'1.3.weight': ['on cpu', 'the model on xla:0']}),
-    'a NaN in one gradient':                (partial(checked, nan_gradient), {'1.3.weight': ['1 NaN of 32']})}
-for r,n in sizes.items():
-    faults |= {f'.item() in a callback, {r}':       (partial(reported, Item, replay=r), {'transfer': ['.item()', line_of(Item)]}),
-        f'a Python float in the loss, {r}':         (partial(reported, loss=Weighted, replay=r),
-                                                     {'number': ['1.01 became 1.02', line_of(Weighted)]}),
-        f'a new shape every third batch, {r}':      (partial(reported, Crop, replay=r),
-                                                     {'shape': [f'xb[0] f32[16,1,{n},{n}] became f32[16,1,6,{n}]', line_of(Crop)]}),
-        f'a boolean index, {r}':                    (partial(reported, Index, replay=r),
-                                                     {'fallback': ['aten::nonzero', line_of(Index)], 'shape': [line_of(Index)]}),
-        f'an operator without lowering, {r}':       (partial(reported, Bessel, replay=r), {'fallback': ['aten::i0', line_of(Bessel)]})}
+    'a NaN in one gradient':                (partial(checked, nan_gradient), {'1.3.weight': ['1 NaN of 32']}),
+    'a Python float in the loss':           (partial(reported, loss=Weighted), {'number': ['1.01 became 1.02', line_of(Weighted)]}),
+    'a new shape every third batch':        (partial(reported, Crop),
+                                             {'shape': ['xb[0] f32[16,1,9,9] became f32[16,1,6,9]', line_of(Crop)]}),
+    'a boolean index':                      (partial(reported, Index),
+                                             {'fallback': ['aten::nonzero', line_of(Index)], 'shape': [line_of(Index)]}),
+    'an operator without lowering':         (partial(reported, Bessel), {'fallback': ['aten::i0', line_of(Bessel)]})}
+for r in ('auto', False):
+    faults[f'.item() in a callback, {r}'] = (partial(reported, Item, replay=r), {'transfer': ['.item()', line_of(Item)]})
 for b in ('cpu', 'xla'):
     faults[f'a tanh with a backward off by 1e-3, {b}'] = (partial(located, other_tanh(b)),
                                                           {'1': [f'{b} backward 1e-03', 'aten.tanh_backward']})

@@ -68,7 +68,7 @@ def weights_by(dtype):
         cb.learn.pred = cb.pred*cb.ws[list(at.astype(np.int16)) if dtype is list else at.astype(dtype)][:,None]
     return hooked(before_fit=before_fit, after_pred=after_pred)
 
-for _dtype in (np.int8, np.int16, np.uint16, np.float32, list):
+for _dtype in (np.int8, np.uint16, np.float32, list):
     stories[f'weights_by_{_dtype.__name__}'] = partial(weights_by, _dtype)
 
 @story
@@ -125,12 +125,12 @@ def lines_of_text():
 kept = {'a_row_without_gradients_is_kept'}   # an alias of a parameter, which is retraced
 @pytest.mark.parametrize('name', stories)
 def test_as_retraced_and_as_on_the_cpu(name):
-    learn = agree(stories[name], branches=None, tol=1e-6)
-    assert name in kept or counts(learn)[True]['replayed'] >= 20
+    learn = agree(stories[name], branches=None, tol=1e-6, n=2)
+    assert name in kept or counts(learn)[True]['replayed'] >= 12
+    if name == 'attributes_on_results': check_who_is_asked(learn)
 
-def test_only_tensors_that_are_there_are_asked_for_others():
-    "Another tensor may get the id of one that is gone, and would have its shape"
-    _,learn = run(stories['attributes_on_results'], 'auto')
+def check_who_is_asked(learn):
+    "No tensor that is gone: another one may get its id, and would have its shape"
     log,there,todo = learn.xla_opt.replay.by_log.logs[True],set(),[]
     todo += log.root.kids
     while todo:
@@ -143,7 +143,7 @@ def test_a_kernel_that_is_missing_is_named():
     def forward(s, x): return s.b(x.relu())*torch.special.bessel_j0(x[:,:1])
     with warnings.catch_warnings():
         warnings.simplefilter('ignore')
-        learn = run(lambda: net(forward), 'auto')[1]
+        learn = run(lambda: net(forward), 'auto', n=2)[1]
     why = learn.xla_opt.replay.reasons.why
     assert any(k.startswith('torch.special.bessel_j0 at') and 'aten::special_bessel_j0 on the CPU' in k for k in why)
 

@@ -1,6 +1,7 @@
 "SAM against an independent implementation, one execution per step on XLA, and what must not be counted twice"
 import contextlib
 from copy import deepcopy
+from functools import lru_cache
 import pytest, torch
 from torch.func import functional_call
 from fastai.vision.all import *
@@ -62,6 +63,9 @@ class Losses(Callback):
 kinds = dict(plain=(dict(rho=.05), {}), adaptive=(dict(rho=.5, adaptive=True), {}),
              norms_only=(dict(rho=.05, only=lambda n,p: p.dim() == 1), {}), clipped=(dict(rho=.05), dict(cbs=GradientClip(.1))))
 
+@lru_cache
+def another_training(): return fit(learner([(x.double(), y) for x,y in batches()], convnet().double()), 0.).model.state_dict()
+
 @pytest.mark.parametrize('kind', kinds)
 def test_50_steps(kind):
     sam,kw = kinds[kind]
@@ -74,8 +78,7 @@ def test_50_steps(kind):
     fit(learn)
     assert rel(model.state_dict(), expected.state_dict()) < 1e-6
     assert np.allclose(learn.losses.all, losses, rtol=1e-6)
-    without = fit(learner(bs, convnet().double()), 0.)   # a negative control: another training is far away
-    assert rel(without.model.state_dict(), expected.state_dict()) > 1e-2
+    assert rel(another_training(), expected.state_dict()) > 1e-2   # a negative control
 
 def test_50_steps_float32():
     torch.manual_seed(0)
@@ -208,7 +211,7 @@ def test_replayed(case):
         if not replay: learn.add_cb(Probe())
         learn.to_xla(replay=replay)
         manual_seed(3)
-        fit(learn, n=3)
+        fit(learn, n=2)
         return learn,fetch([*learn.model.state_dict().values()]
                            + [t for s in learn.opt.state.values() for _,t in sorted(s.items()) if isinstance(t, torch.Tensor)])
     (a,plain),(b,replayed) = run(False),run(True)
@@ -222,7 +225,7 @@ def test_replayed(case):
     assert torch.allclose(fetch(torch.stack(a.recorder.losses)), fetch(torch.stack(b.recorder.losses)), rtol=tol, atol=tol)
     if case != 'wrapped':
         rec = b.xla_opt.replay
-        assert not rec.reasons.why and sum(r.runs for rs in rec.kinds.recs.values() for r in rs) == 3*12   # every batch
+        assert not rec.reasons.why and sum(r.runs for rs in rec.kinds.recs.values() for r in rs) == 2*12   # every batch
     assert not b.model._forward_pre_hooks
 
 class Leaves(Callback):

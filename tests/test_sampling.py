@@ -144,7 +144,7 @@ def test_gaussian(form):
     assert (x.mean(0)-torch.tensor([1.,-2.])).abs().max() < 5*2**.5*se(n)
     assert (x.T.cov()-cov).abs().max() < 5*2*2**.5*se(n) + bias
 
-@pytest.mark.parametrize('form', forms)
+@pytest.mark.parametrize('form', ['plain', 'mala'])
 def test_mixture(form):
     torch.manual_seed(2)
     n = 4000

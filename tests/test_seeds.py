@@ -78,10 +78,14 @@ replayed = [dict(), dict(model=library_model), dict(model=library_model, steps_p
 retraced = [dict(cb=AfterTheStep), *(dict(f=f) for f in (noise_after_dropout, noise_aside, noise_and_back))]
 name = lambda c: '-'.join(getattr(o, '__name__', str(o)) for o in c.values()) or 'plain'
 
+replayed_again = 'plain', 'library_model', 'library_model-3', 'noise'   # where all that the first fit has found is known
+
 @pytest.mark.parametrize('case', replayed+retraced, ids=name)
 def test_a_seed_repeats_a_fit(case):
-    (learn,w,state),(_,again,state2) = fitted(**case),fitted(**case)
-    assert torch.equal(w, again) and state == state2
+    learn,w,state = fitted(**case)
+    if name(case) in replayed_again:
+        _,again,state2 = fitted(**case)
+        assert torch.equal(w, again) and state == state2
     seeded = case.get('cb') in (AtEachBatch, AtEachEpoch) or case.get('f') in (noise, noise_of_one_seed)   # by themselves
     assert seeded or not torch.equal(w, fitted(**case, seed=10)[1])
     _,plain,state3 = fitted(**case | dict(steps_per_execution=1), replay=False)
@@ -112,16 +116,16 @@ def test_the_state_of_blocks_is_put_back():
     assert torch.equal(after(fork), want) and torch.equal(after(none), want)
     assert not torch.equal(after(seeds), want)
 
-@pytest.mark.parametrize('event', ['before_fit', 'before_epoch', 'before_train', 'after_fit'])
 @pytest.mark.parametrize('on_xla', [dict(), dict(replay=False), None], ids=['replayed', 'retraced', 'cpu'])
-def test_a_state_that_is_put_back_repeats_what_has_followed(event, on_xla):
+def test_a_state_that_is_put_back_repeats_what_has_followed(on_xla):
     "Also one that was taken within a fit, and copied; with another state as control"
     torch.manual_seed(7)
     loaders = dls()
-    learn,states = Learner(loaders, library_model(), loss_func=CrossEntropyLossFlat(), opt_func=SGD),[]
+    learn,states = Learner(loaders, library_model(), loss_func=CrossEntropyLossFlat(), opt_func=SGD),{}
     if on_xla is not None: learn.to_xla(**on_xla)
     start = {k: v.detach().cpu().clone() for k,v in learn.model.state_dict().items()}
-    cb = type('Cb', (Callback,), {event: lambda self: states.append(torch.get_rng_state())})
+    def keeps(event): return lambda self: states.setdefault(event, torch.get_rng_state())
+    cb = type('Cb', (Callback,), {e: keeps(e) for e in ('before_fit', 'before_epoch', 'before_train', 'after_fit')})
     def weights(state=None):
         learn.model.load_state_dict(start)
         loaders.train.rng.seed(3)
@@ -129,8 +133,8 @@ def test_a_state_that_is_put_back_repeats_what_has_followed(event, on_xla):
         with learn.no_logging(), learn.no_bar(): learn.fit(1, 1e-1, cbs=cb())
         return torch.cat([p.detach().cpu().flatten() for p in learn.model.parameters()])
     first,second = weights(),weights()
-    again = weights(states[0])
-    assert torch.equal(again, second if event == 'after_fit' else first) and not torch.equal(first, second)
+    assert not torch.equal(first, second)
+    for event,state in states.items(): assert torch.equal(weights(state), second if event == 'after_fit' else first), event
 
 @pytest.mark.filterwarnings('default')
 def test_a_seed_after_each_of_several_steps():

@@ -93,10 +93,12 @@ class Growing(Dice):
     @property
     def value(self): return sum(self.seen)/len(self.seen)/1000
 
-@pytest.mark.parametrize('metric', [IoU, MeanIoU, HalfDice, Growing, Dice, JaccardCoeff, DiceMulti, JaccardCoeffMulti])
-def test_a_value_of_the_users(metric):
+# those that are counted after the step do not share a learner with those that are within it
+@pytest.mark.parametrize('metrics', [(IoU, MeanIoU, HalfDice), (Growing,), (Dice, JaccardCoeff, DiceMulti, JaccardCoeffMulti)],
+                         ids=['of_values', 'of_batches', 'of_fastai'])
+def test_values_of_the_users(metrics):
     loss = CrossEntropyLossFlat(axis=1)
-    as_on_the_cpu(lambda: Learner(pictures(masks=True), nn.Conv2d(3, 2, 3, padding=1), loss_func=loss, metrics=metric()))
+    as_on_the_cpu(lambda: Learner(pictures(masks=True), nn.Conv2d(3, 2, 3, padding=1), loss_func=loss, metrics=[m() for m in metrics]))
 
 # --- what a learning rate finder has seen
 

@@ -43,8 +43,7 @@ class Pool:
 
 ways = dict(loss=lambda cb: cb.learn.loss, preds=lambda cb: cb.learn.pred.detach(), twice=lambda cb: cb.learn.loss.detach()*2)
 
-@pytest.mark.parametrize('way', ways)
-@pytest.mark.parametrize('kind', [Queue, Deque, Pool])
+@pytest.mark.parametrize('kind,way', [*((Queue, way) for way in ways), (Deque, 'loss'), (Pool, 'twice')])
 def test_a_thread_reads_within_the_step(kind, way):
     "It waits until the value is there"
     class Send(Seeing):
@@ -136,14 +135,13 @@ class Weigh(Callback):
         self.learn.loss_grad = self.loss_grad/len(calls)
 '''
 
-@pytest.mark.parametrize('name', ['wave', 'statistics'])
-def test_a_file_of_the_users_has_the_name_of_one_of_pythons(name, tmp_path, monkeypatch):
-    (tmp_path/f'{name}.py').write_text(_file)
+def test_a_file_of_the_users_has_the_name_of_one_of_pythons(tmp_path, monkeypatch):
+    (tmp_path/'statistics.py').write_text(_file)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, name, raising=False)
-    Weigh = importlib.import_module(name).Weigh
+    monkeypatch.delitem(sys.modules, 'statistics', raising=False)
+    Weigh = importlib.import_module('statistics').Weigh
     assert not same(lambda: [Weigh()])
-    monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delitem(sys.modules, 'statistics')
 
 class Ends:
     "A helper whose method ends the training of an epoch"
@@ -159,8 +157,7 @@ class Ends:
         self.n += 1
         if self.n % 7 == 0: raise self.how
 
-@pytest.mark.parametrize('own', [False, True])
-@pytest.mark.parametrize('way', ['by_name', 'kept_one', 'of_the_class'])
+@pytest.mark.parametrize('way,own', [('by_name', False), ('kept_one', False), ('of_the_class', False), ('kept_one', True)])
 def test_a_helper_ends_a_batch_and_the_epoch(way, own):
     "The recorder does not hear of it"
     class Looks(Callback):
@@ -179,22 +176,22 @@ class Norms:
     def look(self, learn): self.seen.append(sum(-1. if p.grad is None else p.grad.abs().sum().detach() for p in learn.model.parameters()))
 norms = Norms()
 
-@pytest.mark.parametrize('replay', [False, 'auto'])
-@pytest.mark.parametrize('held', [True, False])
-def test_a_helper_reads_gradients(held, replay):
+def test_a_helper_reads_gradients():
     "Before the backward pass they are zeros, as on the CPU"
-    class Looks(Callback):
-        def before_fit(self):
-            norms.seen.clear()
-            if held: self.norms = norms
-        def after_batch(self): pass
     def own(cb): cb.norms.look(cb.learn)
     def named(cb): norms.look(cb.learn)
-    Looks.after_pred = own if held else named
-    def seen(replay):
+    def seen(held, replay):
+        class Looks(Callback):
+            def before_fit(self):
+                norms.seen.clear()
+                if held: self.norms = norms
+            def after_batch(self): pass
+        Looks.after_pred = own if held else named
         fit(lambda: [Looks()], replay)
         return [float(v) for v in norms.seen]
-    test_close(seen(replay), seen(None), eps=1e-4)
+    want = seen(True, None)
+    for held in (True, False):
+        for replay in (False, 'auto'): test_close(seen(held, replay), want, eps=1e-4)
 
 class Own(Callback):
     "With it the user's code runs at every step"

@@ -11,14 +11,13 @@ from fastai.vision.all import *
 from fastai_xla.all import *
 from fastai_xla.aot.compile import cannot_compile
 from fastai_xla.coverage import groups
+from aot_learners import shared_cache
 
 needs_compiler = pytest.mark.skipif(bool(cannot_compile()), reason=f'no compiler for TPUs: {cannot_compile()}')
 table = pd.read_csv(Path(__file__).resolve().parent.parent/'benchmarks'/'tpu.csv')
 dozen = dict(model=('autoencoder', 'transformer block', 'tabular', 'collab', 'language model', 'text classifier'),
     augmentation=('aug_transforms',), optimizer=('ranger',), callback=('mixup', 'to_bf16'), loss=('dice',), metric=('roc_auc_score',))
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch): monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path))
+validated = ('tabular', 'language model', 'text classifier', 'dice', 'roc_auc_score')   # others validate by a part of their training step
 
 def report(learn, **kwargs):
     learn.remove_cbs([cb for cb in learn.cbs if type(cb) is ProgressCallback])
@@ -31,10 +30,10 @@ def report(learn, **kwargs):
 def test_case_compiles(group, name):
     set_seed(0)
     case = next(c for c in groups[group] if c.name == name)
-    r = report(case.make())
-    assert r and [p.traced.why for p in r.programs] == ['', ''], r.error
+    r = report(case.make(), valid=name in validated)
+    assert r and [p.traced.why for p in r.programs] == ['']*(1+(name in validated)), r.error
     assert not any(p.program.wide() for p in r.programs)   # no float64
-    assert len(r.programs) == 2 and r.flops > 0 and r.bound_ms > 0 and r.step.program.cycles > 1000
+    assert r.flops > 0 and r.bound_ms > 0 and r.step.program.cycles > 1000
 
 class Spectral(nn.Module):
     "A layer of a Fourier neural operator"

@@ -164,8 +164,11 @@ places = dict(default=by_default(one), default_array=by_default(array_of), defau
     scope=by_scope(one, noop), scope_nested=by_scope(lambda: {'a': [0]}, lambda b: b['a']), scope_tuple=by_scope(lambda: ([0],), first_of),
     cached=by_scope(Caches, lambda o: o.b))
 
-@pytest.mark.parametrize('to', [default, three], ids=['default', 'three'])
-@pytest.mark.parametrize('place', places)
+# by default such a step is logged: its loss runs at each one, wherever the count is
+logged = [(place, default) for place in ('default', 'default_tensor', 'attribute', 'cached')]
+def name_of(o): return o if isinstance(o, str) else 'three' if o else 'default'
+
+@pytest.mark.parametrize('place,to', [*((place, three) for place in places), *logged], ids=name_of)
 def test_where_a_loss_keeps_count(place, to):
     "The attempt at several steps as one had counted, and was not undone"
     compare(lambda: learner(loss_func=places[place]()), to)

@@ -31,9 +31,9 @@ def left(make, to=None, fit=lambda l: l.fit_one_cycle(3, .1)):
     state = {k: v.detach().cpu().double() for k,v in learn.model.state_dict().items()}
     return learn,(list(map(float, learn.recorder.losses)), state, getattr(learn, 'seen', [])),[str(w.message) for w in told]
 
-def compare(make, to, **kwargs):
-    "As without XLA; the learner, and what was told"
-    _,want,_ = left(make, **kwargs)
+def compare(make, to, want=None, **kwargs):
+    "As without XLA, where `want` is left if that is known; the learner, and what was told"
+    want = want or left(make, **kwargs)[1]
     learn,got,told = left(make, to, **kwargs)
     test_close(got[0], want[0], eps=1e-4)
     assert got[1].keys() == want[1].keys()

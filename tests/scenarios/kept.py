@@ -181,7 +181,7 @@ def auxiliary_losses_in_a_list_of_the_model():
 @scenario
 def gradient_penalty():
     class GP(Train):
-        def before_batch(self): self.learn.xb = (self.x.detach().requires_grad_(),)
+        def before_batch(self): self.learn.xb = (self.x.requires_grad_(),)
         def after_loss(self):
             g, = torch.autograd.grad(self.loss_grad, self.x, create_graph=True)
             self.learn.loss_grad = self.loss_grad + g.square().sum()
