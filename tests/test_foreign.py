@@ -47,7 +47,7 @@ planted = {
         'after': "print(1)"}}
 recipes = {'clean': "skip = {'left out': 'planted'}\nreplace = {'3 == 4': '3 == 3'}\nsetup = 'from_setup = 1'",
     'planted': "dropout = False\nknown = {'it goes': 'because'}",
-    'hanging': "cell_seconds = 2"}
+    'hanging': "cell_seconds = 5"}
 expected = {
     'clean': {'imports': 'same', 'learner': 'same', 'fit': 'same',
         'fails on both': 'fails on CPU too', 'no number': 'left out', 'marked slow': 'left out',
