@@ -166,20 +166,10 @@ def an_operator_of_the_users():
         cb.learn.xb = (louder(cb.x),)
     return hooked(before_batch=before_batch)
 
-def as_on_the_cpu(story):
-    "All that a fit leaves; after two refusals steps are retraced, and a retraced fit would say no more"
-    (cpu,_),(got,learn) = run(story, False, xla=False, n=2),run(story, 'auto', n=2)
-    torch.testing.assert_close(got, cpu, rtol=1e-4, atol=1e-4)
-    return learn
-
-# what these count may be another number on the CPU, or steps between those that are refused are replayed
-held_to_retraced = '''a_count_of_operations a_mode_of_the_users a_class_of_tensors_that_counts a_view_of_a_weight_that_is_held
-    another_learner_predicts another_learner_on_xla_validates'''.split()
-
 @pytest.mark.parametrize('name', refused)
 def test_refused_and_named(name):
     f,why = refused[name]
-    learn = agree(f, branches=None, tol=1e-6, n=2) if name in held_to_retraced else as_on_the_cpu(f)
+    learn = agree(f, branches=None, tol=1e-6)
     assert counts(learn)[True]['refused'] and any(why in k for k in learn.xla_opt.replay.reasons.why), learn.xla_opt.replay.reasons.why
 
 def test_a_mode_around_a_fit_sees_each_operator():
@@ -225,7 +215,7 @@ def test_a_mode_of_the_users_sees_each_torch_function(inner):
             self.body,self.mode = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1)),Halves()
         def forward(self, x):
             with self.mode: return self.body(x) if inner else self.body[2](torch.tanh(self.body[0](x)))
-    (cpu,_),(got,learn) = run(lambda: dict(model=Net), None, xla=False, n=1),run(lambda: dict(model=Net), 'auto', n=1)
+    (cpu,_),(got,learn) = run(lambda: dict(model=Net), None, xla=False),run(lambda: dict(model=Net), 'auto')
     np.testing.assert_allclose(got['losses'], cpu['losses'], rtol=1e-5)
     assert any('looks at each torch function' in why for why in learn.xla_report().plain)
 
