@@ -180,6 +180,22 @@ def test_guard_is_needed(monkeypatch, without_audits):
     monkeypatch.setattr(Recording, 'verify', lambda self, inputs: None)
     with pytest.raises(AssertionError): compare(annealed_hidden)
 
+def test_exception_within_step():
+    "An exception of the user's passes through, and the weights are those of the last whole step"
+    class Breaks(Callback):
+        def after_pred(self):
+            if self.learn.broken: raise ValueError('broken')
+    def broken(learn):
+        learn.broken = False
+        learn.fit(1, 1e-2)
+        learn.broken = True
+        before = fetch(list(learn.model.parameters()))
+        with pytest.raises(ValueError, match='broken'): learn.fit(1, 1e-2)
+        for a,b in zip(before, fetch(list(learn.model.parameters()))): assert torch.equal(a, b)
+        learn.broken = False
+        learn.fit(1, 1e-2)
+    compare(with_cbs(Breaks), broken)
+
 def test_other_torch_xla(monkeypatch):
     "Without the private names everything works, plain, with one warning"
     import fastai_xla.graphs as graphs
