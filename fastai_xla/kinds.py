@@ -141,7 +141,7 @@ def _batch_key(self:Kinds, inputs, spec):
     "The part of the key that may be another for the next batch, even where nobody's code has run in between"
     step,counters = self.step,self.states.counters()
     with torch._C.DisableTorchFunctionSubclass():
-        kinds = [(t.shape, t.dtype, type(t), layout(t)) if isinstance(t, torch.Tensor) else t for t in inputs]
+        kinds = [(t.shape, t.dtype, type(t), layout(t)) if isinstance(t, torch.Tensor) else type(t) for t in inputs]
     raws = step.batch.raws
     return step.learn.training,raws and len(raws),spec,tuple(counters),tuple(kinds)
 

@@ -269,7 +269,7 @@ def _check_default():
 def _check_batch(learn):
     _check_default()
     leaves = _leaves(tuple(learn.xb))
-    arrays = [o for o in leaves + _leaves(tuple(learn.yb)) if isinstance(o, np.ndarray)]
+    arrays = [o for o in (*learn.xb, *learn.yb) if isinstance(o, np.ndarray)]   # beside tensors, in a dict, they may be the host's
     if arrays or not any(isinstance(o, torch.Tensor) for o in leaves):
         kind = type((arrays or leaves)[0])
         raise TypeError(f"A batch of this learner holds a {kind.__module__}.{kind.__name__} where a tensor is "

@@ -155,6 +155,10 @@ def test_a_scripted_module_among_others():
     def model(): return nn.Sequential(torch.jit.script(nn.Linear(6, 8)), nn.ReLU(), nn.Linear(8, 2))
     assert 'scripted' in check(Seeing, model=model, replayed=False)[0]
 
+def test_a_scripted_module_where_steps_are_recorded(recorded):
+    def model(): return torch.jit.script(nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 2)))
+    assert 'model is a scripted module' in check(Seeing, model=model, replayed=False)[0]
+
 def test_a_nan_is_the_number_that_it_was():
     class Nan(Seeing):
         def after_loss(self): self.nans = torch.full((3,), float('nan'), device=self.x.device)

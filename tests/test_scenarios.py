@@ -9,7 +9,7 @@ from scenarios import callbacks, data, kept, losses, models, optimizers, setting
 from scenarios.base import differences, play, scenarios, unexplained
 
 # Of these no step is replayed; the reason says so
-refused = {'average_of_the_loss_by_hand': 'reads a value within the step', 'checkpointed': 'runs code of the user in the backward pass',
+refused = {'average_of_the_loss_by_hand': 'reads a value within the step', 'checkpointed': 'code of the user runs in the backward pass',
            'own_autograd_function': 'reads Scaled of an enclosing function'}
 
 # Of these no step is recorded, where the log is not at work

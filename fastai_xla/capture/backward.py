@@ -71,7 +71,7 @@ def looks_outside(
     cls, # `torch.autograd.Function`
 ) -> str: # Empty if nothing
     "What its code reads beside its arguments"
-    return f'{cls.__name__} runs code of the user in the backward pass' if is_known(cls) else _class_reads(cls, ())
+    return 'code of the user runs in the backward pass, as with checkpoints' if is_known(cls) else _class_reads(cls, ())
 
 @functools.cache
 def names_of(

@@ -45,6 +45,7 @@ def _global_names(code):
     return {i.argval for c in with_inner(code) for i in dis.get_instructions(c) if i.opname in ('LOAD_GLOBAL', 'LOAD_NAME')}
 
 # %% ../../nbs/api/05db_capture.functions.ipynb #9b2d4c10
+_holders = functools.partial, functools.partialmethod, functools.cached_property
 _of_class = classmethod, staticmethod, property, functools.cached_property
 _called = {'__init__', '__call__', 'forward', 'backward'}   # of an object that the code makes, or by `Function.apply`
 
@@ -57,6 +58,11 @@ def _named_functions(named):
     found += [_function(f) for c in classes for n,f in vars(c).items() if n in named or n in _called]
     return [f for f in found if isinstance(f, _functions) and not is_library(getattr(f, '__module__', None) or '')]
 
+def _under(f):
+    "The function under a method or a `partial`. An object of the user's is not asked: it may find, or raise, anything"
+    if isinstance(f, (MethodType, staticmethod, classmethod)): return f.__func__
+    return f.func if isinstance(f, _holders) else f
+
 def functions_in(
     f, # Function
     cls:type=object, # Class whose methods it may call
@@ -65,7 +71,7 @@ def functions_in(
     todo,seen = [f],set()
     while todo:
         f = todo.pop()
-        f = getattr(f, '__func__', getattr(f, 'func', f))
+        f = _under(f)
         if not isinstance(f, FunctionType) or f in seen: continue
         seen.add(f)
         outer = {n: c.cell_contents for n,c in zip(f.__code__.co_freevars, f.__closure__ or ()) if c != CellType()}

@@ -28,6 +28,7 @@ from .effects import is_library_name
 from .watch import LibraryCode
 
 # %% ../../nbs/api/05j_capture.known.ipynb #3cdb6001
+_collections = {list, tuple, set, dict, L}
 _builtin,_of_heap = {int, float, bool, str, type(None)},1<<9   # the latter is a flag of classes that Python code makes
 def is_known(
     o, # Class, function, method, `partial`, or an object
@@ -36,7 +37,8 @@ def is_known(
     if type(o) in _builtin: return True
     if isinstance(o, partial): return is_known(o.func) and all(map(is_known, (*o.args, *o.keywords.values())))
     if isinstance(o, MethodType): return is_known(o.__self__) and is_known(o.__func__)
-    if isinstance(o, (list, tuple, set, dict, L)): return all(map(is_known, o.values() if isinstance(o, dict) else o))
+    if isinstance(o, (list, tuple, set, dict, L)):
+        return (type(o) in _collections or is_known(type(o))) and all(map(is_known, o.values() if isinstance(o, dict) else o))
     if not isinstance(o, (type, FunctionType, BuiltinFunctionType)): o = type(o)
     # `functools.wraps` copies the name of the module
     if isinstance(o, FunctionType) and not is_library_name(o.__globals__.get('__name__', '')): return False

@@ -222,6 +222,8 @@ def _of_layout(f):
         return f(log._real(t), *args)
     return _inner
 
+# a DataLoader that the step advances, as a callback does with a second one: its items are the host's
+def _feeds(o): return getattr(o, 'name', getattr(o, '_thread_name_prefix', '')).startswith('fastai_xla feed')
 _thread = 'hands work to another thread; where the step does not need its result, `after_batch` is outside of the step'
 _waits = 'waits for another thread, which may need what the step computes; `after_batch` is outside of the step'
 
@@ -237,9 +239,9 @@ def watch_calls():
     before_fetch.append(_as_they_are)
     before_seed.append(_seeding)
     for cls,name in ((threading.Thread, 'start'), (concurrent.futures.ThreadPoolExecutor, 'submit')):
-        setattr(cls, name, _not_replayed(getattr(cls, name), _thread))
-    for cls,name in ((threading.Thread, 'join'), (queue.Queue, 'join'), (pool.ApplyResult, 'wait')):
-        setattr(cls, name, _not_replayed(getattr(cls, name), _waits))
+        setattr(cls, name, _not_replayed(getattr(cls, name), _thread, but=_feeds))
+    threading.Thread.join = _not_replayed(threading.Thread.join, _waits, but=_feeds)
+    for cls,name in ((queue.Queue, 'join'), (pool.ApplyResult, 'wait')): setattr(cls, name, _not_replayed(getattr(cls, name), _waits))
     for name in _layouts: setattr(_XLAC, name, _of_layout(getattr(_XLAC, name)))
     dual_level.__enter__ = _not_replayed(dual_level.__enter__, 'differentiates forwards, for as long as a block lasts')
     TorchDispatchMode.__enter__ = _not_replayed(TorchDispatchMode.__enter__, 'looks at each operator', but=_is_ours)

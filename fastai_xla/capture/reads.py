@@ -11,7 +11,7 @@ __all__ = ['Reads']
 import ctypes, gc, random, weakref
 from array import array
 from collections import ChainMap, UserDict, UserList, deque
-from functools import partial
+from functools import _lru_cache_wrapper, partial
 from logging import Logger
 from operator import attrgetter, is_
 from types import BuiltinMethodType, FunctionType, MappingProxyType, MethodType, MethodWrapperType, ModuleType
@@ -132,21 +132,22 @@ def called(self:Reads,
     m:nn.Module, # Module of which a method runs within the step
     code=None, # Of the method
 ):
-    "Note a module, and its buffers on the host, which it may change"
+    "Note a module, and its buffers on the host, which it may change; where it is in no place, all of them, its parameters and modules"
     # a module's settings are compared, whichever it has: what is not there, as behind `hasattr`, need not be followed
     if code in self.asked: self.asked[code] -= code_names(code).of_self - names_had(m)
     if id(m) in self._seen: return
     self.modules.append(m)
     self._seen.add(id(m))
-    for k,b in m._buffers.items():
-        if b is not None and not is_xla(b): self._read(m._buffers, k, None, f'{type(m).__name__}.{k}')
+    of = '' if (seen := id(m._buffers) in self.known) else ', of a module that is no attribute of the model or the loss,'
+    for d in (m._buffers,) if seen else (m._buffers, m._parameters, m._modules):
+        for k in [k for k,v in d.items() if not (v is None or seen and is_xla(v))]: self._read(d, k, None, f'{type(m).__name__}.{k}{of}')
 
 # %% ../../nbs/api/05f_capture.reads.ipynb #3e3ebd10
 @patch
 def _refuse(self:Reads, v, path):
     if _moves(v):
-        raise Refused(f"the step may draw from {path}, a {type(v).__name__}, and nobody would "
-                      f"move that on; draw on the device, e.g. torch.rand(n, device=x.device)")
+        instead = 'take from it in `before_batch`' if hasattr(type(v), '__next__') else 'draw on the device: torch.rand(n, device=x.device)'
+        raise Refused(f"the step may draw from {path} ({type(v).__name__}), and nobody would move that on; {instead}")
 
 @patch
 def _read(self:Reads, d, k, code, path, owner=None, new=False):
@@ -193,7 +194,7 @@ def _walk(self:Reads, v, code, path, depth=0):
     self._seen.add((id(v), code))
     self._has(v, code)
     if isinstance(v, torch.Tensor): return
-    if hasattr(v, 'cache_info'): self.caches.setdefault(id(v), (v, v.cache_info().currsize))
+    if type(v) is _lru_cache_wrapper: self.caches.setdefault(id(v), (v, v.cache_info().currsize))
     for o in cached_by(v) if _is_cache(v) else (): self._read({'': o}, '', code, f'what {v.__name__} gives', o)
     for o in _items(v)[:1000]:
         self._refuse(o, path)

@@ -129,6 +129,8 @@ class Places:
         if d is not None and not isinstance(v, (torch.Tensor, list, tuple, L, *_plain)): self.others.append((d, k, v, path))
 
     def _module(self, m, path):
+        if isinstance(m, torch.jit.ScriptModule):
+            raise Refused(f'{path} is a scripted module, of which Python sees no attributes; train what it was made of', again=False)
         for o in (m._parameters, m._buffers, m._modules): self._items(o, path + '.')
         self.of_modules |= {id(m._parameters), id(m._buffers)}
         # such a module says itself what a step does with them

@@ -73,6 +73,10 @@ _on_xla = {foreground_acc: _foreground_acc}
 # %% ../../nbs/api/04k_compat.metrics.ipynb #d00a0021
 on_host = WeakSet()   # metrics whose function computes on the host
 
+def _ours(f):
+    if isinstance(f, partial): return partial(_ours(f.func), *f.args, **f.keywords)
+    return next((ours for stock,ours in _on_xla.items() if f is stock), f)   # what cannot be hashed may be a metric, too
+
 def _is_of_host(e): return "can't convert xla" in str(e)
 def _fetched(learn):
     pred,yb = fetch((learn.pred, learn.yb))
@@ -90,7 +94,7 @@ def accumulate(self:AvgMetric, learn):
     f = self.func
     if not has_xla(learn.pred): return self._under_accumulate(learn)
     if self in on_host: return self._under_accumulate(_fetched(learn))
-    self.func = partial(_on_xla.get(f.func, f.func), *f.args, **f.keywords) if isinstance(f, partial) else _on_xla.get(f, f)
+    self.func = _ours(f)
     try: self._under_accumulate(learn)
     except TypeError as e:
         if not _is_of_host(e): raise

@@ -47,7 +47,7 @@ _on_xla = {lamb_step: _lamb_step, larc_layer_lr: _larc_layer_lr, larc_step: _lar
 
 def _xla_cb(cb):
     if isinstance(cb, partial): return partial(_xla_cb(cb.func), *cb.args, **cb.keywords)
-    return _on_xla.get(cb, cb)
+    return next((ours for f,ours in _on_xla.items() if f is cb), cb)
 
 # %% ../../nbs/api/04c_compat.optimizer.ipynb #c87bc40d
 @patch
@@ -109,7 +109,8 @@ def zero_grad(self:torch.optim.Optimizer, set_to_none=True):
 _made_by = {average_grad: 'grad_avg', average_sqr_grad: 'sqr_avg'}
 
 def _init_fastai(opt):
-    names = [_made_by[f] for cb in opt.cbs if (f := getattr(cb, 'func', cb)) in _made_by]
+    fs = [cb.func if isinstance(cb, partial) else cb for cb in opt.cbs]
+    names = [n for f in fs for maker,n in _made_by.items() if f is maker]
     ps = [p for pg in opt.param_lists for p in pg if is_xla(p) and (p.requires_grad or is_cleared(p))]
     missing = [(p, n) for p in ps for n in names if n not in opt.state[p]]
     zeros = send([torch.zeros(p.shape, dtype=p.dtype) for p,_ in missing], missing and missing[0][0].device)
