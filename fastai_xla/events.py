@@ -14,6 +14,7 @@ import sys
 from collections import deque
 from functools import cache, partial
 from types import BuiltinFunctionType, FunctionType, MethodType, MethodWrapperType, ModuleType, NoneType
+from unittest.mock import NonCallableMock
 from weakref import ref
 
 import numpy as np
@@ -122,6 +123,10 @@ def _walk(roots):
         o,depth = todo.pop()
         if id(o) in seen or isinstance(o, (type, ModuleType, str, bytes, int, float, nn.Module, Learner)) or o is None: continue
         seen.add(id(o))
+        if issubclass(type(o), NonCallableMock):   # each has a class of its own, and makes what it is asked for
+            yield o,[]
+            todo += [(vars(o).get(f'_mock_{k}'), depth+1) for k in ('wraps', 'side_effect')]
+            continue
         named = [(f, names_in(f, type(o))) for f in _code_of(o) if depth <= 4]
         yield o,named
         if depth > 4: continue

@@ -136,8 +136,8 @@ def check_recordable(self:LearnerStep,
         raise Refused(f"the batch holds other things than tensors, such as {type(odd).__name__}; where the dataset gives it, make a "
                       "tensor of it there; a callback may keep it in an attribute")
     if any(t.requires_grad for t in inputs):
-        raise Refused("a batch has a graph of its own, through which gradients flow "
-                      "once; `detach()` the dataset's items where they need none")
+        raise Refused("a batch has a graph of its own, through which gradients flow once; `detach()` the dataset's items where they "
+                      "need none, and ask for gradients of the batch in the model's `forward` (`x.requires_grad_()`)")
     scaling = first(o for o in (self.learn, *self.parts.actors) for v in vars(o).values() if isinstance(v, GradScaler) and v.is_enabled())
     if scaling is not None:
         raise Refused(f"a `GradScaler` of {type(scaling).__name__} reads at each step whether gradients are finite; "

@@ -32,7 +32,13 @@ def _set_names(cls):
     return frozenset(i.argval for code in _user_methods(cls) for i in dis.get_instructions(code) if i.opname == 'STORE_ATTR')
 
 _base_attrs = frozenset(nn.Module().__dict__)
-def _tensors(v): return [t for t in pytree.tree_leaves(v) if isinstance(t, torch.Tensor) and not isinstance(t, nn.Parameter)]
+_random = torch.default_generator.get_state()
+def _is_random(t):
+    "As `torch.get_rng_state()` gives it, and as `torch.set_rng_state` takes it: on the host"
+    return t.dtype == _random.dtype and t.shape == _random.shape
+
+def _tensors(v):
+    return [t for t in pytree.tree_leaves(v) if isinstance(t, torch.Tensor) and not isinstance(t, nn.Parameter) and not _is_random(t)]
 
 _numbers = {int, float, bool, str, type(None)}
 def _may_hold(v):

@@ -170,7 +170,7 @@ def own(self:XLAOptCallback):
 
 def _left_by(learn):
     "XLA tensors that a step leaves behind"
-    ts = [t for m in modules_of(learn) for p in (*m.parameters(), *m.buffers()) for t in (p, p.grad)]
+    ts = [t for m in modules_of(learn) for p in (*m.parameters(), *m.buffers()) for t in ((p, p.grad) if p.is_leaf else (p,))]
     if learn.opt is not None: ts += [t for st in innermost(learn.opt).state.values() for t in flatten(st)[0]]
     ts += flatten([getattr(learn, k, None) for k in ('pred', 'loss')])[0]
     return [t for t in ts if isinstance(t, torch.Tensor) and is_xla(t)]

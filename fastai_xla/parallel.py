@@ -18,6 +18,7 @@ from fastcore.all import *
 
 from .runtime import *
 from .runtime import _XLAC
+from .graphs import *
 from .mesh import *
 
 # %% ../nbs/api/06da_parallel.ipynb #17cbf855
@@ -118,14 +119,22 @@ def _gather(model):
     "Put whole copies in the place of the parameters of `model` that are split; gives what to put back"
     found,copies = _split_params(model),{}
     for m,n,p in found:
-        if id(p) not in copies: copies[id(p)] = _LaidOut.apply(p, _sharding(*(None,)*p.dim()), _XLAC._get_xla_op_sharding(p))
-        m._parameters[n] = copies[id(p)]
-    return found
+        if id(p) not in copies:
+            whole = _LaidOut.apply(p, _sharding(*(None,)*p.dim()), _XLAC._get_xla_op_sharding(p))
+            whole._is_param = True   # to `isinstance`
+            copies[id(p)] = whole,graph_hash([whole])
+        m._parameters[n] = copies[id(p)][0]
+    return [(m, n, p, *copies[id(p)]) for m,n,p in found]
 
 def _put_back(found):
+    "What the model has done to its copies, as `nn.Embedding(max_norm=...)` does, is done to the parameters"
+    copies = {id(p): (p, whole, was) for *_,p,whole,was in found}
     while found:
-        m,n,p = found.pop()
-        m._parameters[n] = p
+        m,n,p,whole,_ = found.pop()
+        if m._parameters.get(n) is whole: m._parameters[n] = p
+    for p,whole,was in copies.values():
+        if pending([whole])[0] and graph_hash([whole]) == was: continue
+        with torch.no_grad(): p.copy_(_marked(whole.detach(), _XLAC._get_xla_op_sharding(p)))
 
 @contextmanager
 def forwards_gathered(

@@ -12,6 +12,7 @@ import warnings
 from operator import is_
 from types import SimpleNamespace
 
+import numpy as np
 import torch
 from fastcore.all import *
 from fastai.callback.core import *
@@ -101,9 +102,9 @@ def _settle_before(self:Replay, inputs):
 
 # %% ../nbs/api/06b_replay.ipynb #06b00001
 def _zeros(met, device):
-    "A metric whose sum has not begun starts from zeros on the device"
+    "A metric's sum is on the device, also where it has not begun"
     if isinstance(met, AvgSmoothLoss): met.val = met.val if is_xla(met.val) else send_batch([met.val], device)[0]
-    elif not isinstance(met.total, torch.Tensor): met.total = send_batch([torch.zeros(())], device)[0]
+    elif isinstance(met.total, (int, float, np.generic)): met.total = send_batch([torch.tensor(float(met.total))], device)[0]
 
 # %% ../nbs/api/06b_replay.ipynb #22ac884c
 @patch

@@ -17,7 +17,7 @@ draws,moves = 'draw from what make gives','what make gives changes'
 caches = dict(count=(lambda d: itertools.count(), lambda c: 1+.1*next(c), draws),
               generator=(lambda d: np.random.default_rng(0), lambda g: .5+g.random(), draws),
               array=(lambda d: np.ones(2), bigger, moves),
-              tensor=(lambda d: torch.ones(2), lambda t: t.mul_(1.05).sum().item(), 'stores into a container'),
+              tensor=(lambda d: torch.ones(2), lambda t: t.mul_(1.05).sum().item(), 'may store into a container'),
               on_device=(lambda d: torch.ones(2, device=d), lambda t: t.mul_(1.05).sum(), moves))
 
 # in a list with a size, or a dict without

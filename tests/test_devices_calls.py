@@ -88,6 +88,31 @@ for cb in (partial(GradientClip, .05), partial(SAM, .5)):
     print(max(abs(x-y) for x,y in zip(a, b)) < 1e-5, max(abs(x-y) for x,y in zip(plain, b)) > 1e-3)""")
     assert out.splitlines() == ['True True']*2, out
 
+def test_a_model_writes_into_split_parameters():
+    "In its forward pass, by torch's code and by its own: what it had were copies, and what it wrote was lost"
+    out = says("""
+class Unit(nn.Linear):
+    def forward(self, x):
+        with torch.no_grad(): self.weight.copy_(F.normalize(self.weight, dim=1))
+        self.bias.data = self.bias.data.clamp(max=.01)
+        return super().forward(x)*sum(isinstance(p, nn.Parameter) for p in self.parameters())
+def fitted(head, **to):
+    set_seed(0)
+    items = [(x, x[0]%4) for x in torch.randint(40, (112, 8))]
+    dls = DataLoaders.from_dsets(items[:96], items[96:], bs=16, num_workers=0, shuffle=False)
+    model = nn.Sequential(nn.Embedding(40, 8, max_norm=.5), nn.Flatten(), head(64, 4))
+    learn = Learner(dls, model, loss_func=CrossEntropyLossFlat(), opt_func=SGD)
+    if to: learn.to_xla(**to)
+    with learn.no_bar(), learn.no_logging(): learn.fit(2, .5)
+    return learn
+for head in (nn.Linear, Unit):
+    on_cpu,learn = fitted(head),fitted(head, devices='all', shard='fsdp')
+    pairs = [*zip(on_cpu.model.parameters(), learn.model.parameters())]
+    print(max((a-fetch(b.detach())).abs().max().item() for a,b in pairs) < 1e-5, {'devices' in layout(b) for _,b in pairs},
+        len(learn.xla_report().plain))""")
+    library,own = out.splitlines()
+    assert (library, own) == ('True {True} 0', 'True {True} 1'), out
+
 def test_seed_before_the_devices():
     "To seed does not decide for one device; and the seed holds"
     code = """

@@ -1,5 +1,7 @@
 "Objects of the user's that can be used, and of which nobody may ask anything else: as fastai on the CPU"
+import warnings
 from dataclasses import dataclass
+from unittest.mock import MagicMock
 import pytest, torch
 from fastai.vision.all import *
 from fastai_xla.all import *
@@ -100,3 +102,41 @@ def test_arrays_beside_tensors():
         def forward(self, b): return self.lin(b['x'])*torch.as_tensor(b['w'], device=b['x'].device)[:,None] + sum(b['ids'])/50
     def make(): return Learner(DataLoaders(Named(80), Named(16)), Weighed(), loss_func=CrossEntropyLossFlat())
     assert not plain(compare(make, fits))
+
+def test_a_mock_is_called_after_each_batch():
+    "As one of wandb's; each has a class of its own, and makes what it is asked for: who looks through it comes to no end"
+    class Logs(Callback):
+        def __init__(self): self.wandb = MagicMock()
+        def after_batch(self): self.wandb.log(dict(loss=self.loss.item(), iter=self.iter))
+    def story(learn):
+        fits(learn)
+        return [c.args[0] for c in learn.logs.wandb.log.call_args_list]
+    compare(lambda: learner(cbs=Logs()), story)
+
+def test_a_metric_of_numpys_numbers(recorded):
+    "The sum that had begun on the host began again"
+    def total(pred, targ): return pred.sum().cpu().numpy()
+    compare(lambda: learner(metrics=total), partial(fits, n=3), replays=['auto'])
+
+def test_random_states_of_the_host_stay_there():
+    "A model that keeps one, as reversible layers do; and a buffer with a graph is asked for no gradient"
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lin,self.state = nn.Linear(64, 4),None
+            self.register_buffer('mean', torch.zeros(1))
+        def forward(self, x):
+            x = self.lin(x.flatten(1))
+            if self.training:
+                now,self.state = self.state,torch.get_rng_state()
+                if now is not None: torch.set_rng_state(now)
+                x = x + torch.rand(4).to(x.device)
+            self.mean = x.mean()[None]
+            return x
+    def make(): return Learner(image_dls(n=5*8, n_valid=2*8, bs=8, shuffle=False), Net(), loss_func=CrossEntropyLossFlat())
+    def story(learn):
+        fits(learn)
+        return learn.model.state.device.type
+    with warnings.catch_warnings():
+        warnings.filterwarnings('error', 'The .grad attribute|The model keeps')
+        compare(make, story)

@@ -138,7 +138,7 @@ class Replaces(Fills):
 
 @pytest.mark.parametrize('cb', [Fills, FillsList, Nested, Replaces])
 def test_a_step_leaves_results_in_a_container(cb):
-    why = 'stores into a container' if cb is Nested else None
+    why = 'may store into a container' if cb is Nested else None
     in_order(lambda: learner(cbs=cb(), see=lambda l: first(l.cbs, risinstance(Fills)).seen), why)
 
 # --- tensors that a step changes in place

@@ -29,7 +29,7 @@ _not_recorded = [
     ('changes a deque', 'hidden_state_in_a_deque'),
     ('sets an attribute', 'hidden_state_of_a_class'),
     ('sets hidden', 'hidden_state_in_a_module_global'),
-    ('stores into a container', 'hidden_state_in_a_weak_dict'),
+    ('may store into a container', 'hidden_state_in_a_weak_dict'),
     ('a tensor on the CPU', 'lr_as_a_0_dim_tensor torch_lr_as_a_0_dim_tensor')]
 not_recorded = {n: why for why,names in _not_recorded for n in names.split()}
 

@@ -98,4 +98,4 @@ class Elsewhere(Begins):
 def test_a_dict_that_is_not_of_the_optimizer():
     Elsewhere.seen = {}
     def story(): return with_opt(Elsewhere, 'step')()[0],lambda l: Elsewhere.seen.pop('n')
-    agrees(story, 'stores into a container of another scope (seen)')
+    agrees(story, 'may store into a container of another scope (seen)')

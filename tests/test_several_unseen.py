@@ -245,7 +245,7 @@ def test_the_container_is_named():
     def loss(p, t):
         seen['n'] = len(p)
         return mse(p, t)
-    agrees(lambda: (dict(loss_func=loss), lambda l: dict(seen)), 'stores into a container of another scope (seen)')
+    agrees(lambda: (dict(loss_func=loss), lambda l: dict(seen)), 'may store into a container of another scope (seen)')
 
 def test_a_number_of_numpy_that_is_set_once():
     class Chooses(Callback):

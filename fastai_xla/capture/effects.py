@@ -140,7 +140,7 @@ def _effect_of_code(frame):
         o = frame.f_locals.get(n)
         if not isinstance(o, tuple) and _old(o, _ids()): return f'changes {n}, a {type(o).__name__}, in place'
     loads,ops = [i.argval for i in found if i.opname in ('LOAD_GLOBAL', 'LOAD_DEREF', 'LOAD_NAME')],{i.opname for i in found}
-    if (n := _stored_into(frame, loads, ops)) is not None: return f'stores into a container of another scope ({n})'
+    if (n := _stored_into(frame, loads, ops)) is not None: return f'may store into a container of another scope ({n})'
     if 'STORE_ATTR' in ops:
         modules = [n for n in loads if isinstance(m := frame.f_globals.get(n), ModuleType) and not is_library(m.__name__)]
         modules += [i.argval for i in found if i.opname == 'IMPORT_NAME' and not is_library(i.argval)]

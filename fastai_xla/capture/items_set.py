@@ -32,15 +32,18 @@ def _maker_of(code, n, depth):
 
 # %% ../../nbs/api/05ca_capture.items_set.ipynb #05ca0008
 _makers = set('BUILD_LIST BUILD_MAP BUILD_SET BUILD_CONST_KEY_MAP LIST_EXTEND DICT_UPDATE SET_UPDATE'.split())
-made_by = {'list', 'dict', 'set', 'sorted'}
+made_by,_copiers = {'list', 'dict', 'set', 'sorted'},{'copy', 'clone'}
 
 def _is_new(code, n):
     "Does the instruction before `n` leave a container that the code has made?"
     i = code[n-1]
     if code[n].is_jump_target: return False   # as in `d or {}`
-    if i.opname not in ('CALL', 'CALL_FUNCTION'): return i.opname in _makers
-    op,name = _maker_of(code, n-1 - (code[n-2].opname == 'PRECALL'), i.arg) or ('', '')
-    return op == 'LOAD_GLOBAL' and name in made_by
+    if i.opname.startswith('BINARY_'): return i.opname not in ('BINARY_SUBSCR', 'BINARY_SLICE') and not i.argrepr.endswith('=')
+    if i.opname not in ('CALL', 'CALL_FUNCTION', 'CALL_METHOD'): return i.opname in _makers
+    m = n-1 - (code[n-2].opname == 'PRECALL')
+    if code[m-1].opname == 'GET_ITER': return True   # a comprehension
+    op,name = _maker_of(code, m, i.arg) or ('', '')
+    return op == 'LOAD_GLOBAL' and name in made_by or op in ('LOAD_METHOD', 'LOAD_ATTR') and name in _copiers
 
 def own_dict(
     f, # Code of a function

@@ -46,8 +46,9 @@ def _parts(kind):
 
 def _kind_of(o):
     "Which kind of container is this leaf?"
-    if isinstance(o, (tuple, list, dict)): return next(c for c in (tuple, list, dict) if isinstance(o, c))
-    return object if isinstance(o, SimpleNamespace) or is_dataclass(o) and not isinstance(o, type) else None
+    cls = type(o)   # a proxy says that it is what it stands for
+    if kind := next((c for c in (tuple, list, dict) if issubclass(cls, c)), None): return kind
+    return object if issubclass(cls, SimpleNamespace) or is_dataclass(cls) else None
 
 _plain = (int, float, bool, str, bytes, type(None), torch.dtype, torch.device, np.generic)
 @functools.cache
