@@ -14,6 +14,20 @@ def a_function_that_branches_on_a_float():
     return counting(function(backward), lambda m, n: .1*(n%10))
 
 @follows
+def class_methods_that_name_each_other():
+    "Of an autograd function, as entmax has them"
+    class Scaled(torch.autograd.Function):
+        @classmethod
+        def _by(cls, x, by): return x*by
+        @classmethod
+        def forward(cls, ctx, x, by):
+            ctx.by = by
+            return cls._by(x, by)
+        @classmethod
+        def backward(cls, ctx, g): return cls._by(g, ctx.by),None
+    return counting(Scaled, lambda m, n: .1*(n%10))
+
+@follows
 def a_margin_that_grows():
     def loss(p, y, n=[0]):
         n[0] += 1
@@ -104,7 +118,8 @@ def a_compiled_loss():
     def after_pred(cb): cb.learn.pred = cb.pred*(1+cb.train_iter/100)
     return hooked(after_pred=after_pred) | dict(loss_func=lambda: loss)
 
-n_traced = dict(a_function_that_branches_on_a_float=10, a_margin_that_grows=1, most_batches_are_passed_over=1, a_penalty_at_times=3,
+n_traced = dict(a_function_that_branches_on_a_float=10, class_methods_that_name_each_other=1, a_margin_that_grows=1,
+                most_batches_are_passed_over=1, a_penalty_at_times=3,
                 what_is_asked_twice_is_the_same=2, layers_whose_weight_is_set=2, a_teacher_of_the_same_weights=2,
                 layers_of_a_hypernetwork=2, a_mean_of_what_the_last_step_has_left=2,
                 a_part_of_a_sequence_of_layers=1, rows_of_a_list=1, a_compiled_loss=1)

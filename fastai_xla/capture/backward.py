@@ -22,18 +22,20 @@ from .known import *
 from .calls import *
 
 # %% ../../nbs/api/05lb_capture.backward.ipynb #da754732
-def _code_reads(code, names, whose, own, seen):
+def _code_reads(code, names, whose, own, seen, me=''):
     "What code reads beside its arguments; empty if nothing"
     for i,then in pairwise(dis.get_instructions(code)):
         v = names.get(i.argval, dis) if i.opname == 'LOAD_GLOBAL' else dis
         outer = i.argval == '_forward_cls' or i.opname == 'LOAD_GLOBAL' and v is dis and i.argval in _outer
         if outer or i.opname == 'IMPORT_NAME': return f'{whose} reads what {i.argval} gives'
-        if isinstance(v, FunctionType) and not is_known(v): inner = _function_reads(v, seen=seen)
+        if me and (i.argval in (me, 'super') or isinstance(i.argval, tuple) and me in i.argval):
+            inner = '' if then.argval in _helpers(own) else f'{whose} reads an attribute of its class'
+        elif isinstance(v, FunctionType) and not is_known(v): inner = _function_reads(v, seen=seen)
         elif _applies(v, then): inner = _class_reads(v, seen)
         elif own and v is own: inner = '' if then.argval in _helpers(own) else f'{whose} reads an attribute of {i.argval}'
         else: inner = '' if v is dis or _is_librarys(v) else f'{whose} reads {i.argval}, a global'
         if inner: return inner
-    return first(filter(None, (_code_reads(c, names, whose, own, seen) for c in code.co_consts if isinstance(c, CodeType)))) or ''
+    return first(filter(None, (_code_reads(c, names, whose, own, seen, me) for c in code.co_consts if isinstance(c, CodeType)))) or ''
 
 def _applies(v, then):
     "Does the code apply an autograd function, as one whose derivative has another derivative, and no number decides on its graph?"
@@ -42,7 +44,7 @@ def _applies(v, then):
 
 def _helpers(cls):
     own = [c for c in reversed(cls.__mro__ if cls else ()) if not is_known(c)]
-    return {k: f.__func__ for c in own for k,f in vars(c).items() if isinstance(f, staticmethod)}
+    return {k: getattr(cls, k) for c in own for k,f in vars(c).items() if isinstance(f, (staticmethod, classmethod))}
 
 _outer = {'__import__', 'globals', 'eval', 'exec', 'open', 'input'}
 # modules that hold no settings; what they draw is seen
@@ -54,11 +56,14 @@ def _is_librarys(v):
 
 def _function_reads(f, own=None, seen=()):
     if f in seen: return ''   # it calls itself
-    if isinstance(f, MethodType): return f'{f.__qualname__} is a class method, and may read attributes of its class'
+    me = ''
+    if isinstance(f, MethodType):
+        if f.__self__ is not own or not f.__code__.co_argcount: return f'{f.__qualname__} may read attributes of its class'
+        me,f = f.__code__.co_varnames[0],f.__func__
     defaults = *(f.__defaults__ or ()),*(f.__kwdefaults__ or {}).values()
     if not all(isinstance(o, _steady) or is_known(o) and callable(o) for o in defaults): return f'{f.__qualname__} reads a default argument'
     if f.__code__.co_freevars: return f'{f.__qualname__} reads {f.__code__.co_freevars[0]} of an enclosing function'
-    return _code_reads(f.__code__, f.__globals__, f.__qualname__, own, (*seen, f))
+    return _code_reads(f.__code__, f.__globals__, f.__qualname__, own, (*seen, f), me)
 
 # %% ../../nbs/api/05lb_capture.backward.ipynb #b1e39848
 def _class_reads(cls, seen):

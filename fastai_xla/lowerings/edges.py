@@ -243,6 +243,14 @@ def _softplus_backward(g, x, beta, threshold):
     z = x*beta
     return torch.where(z > threshold, g, g*z.sigmoid())
 
+@infinities.kernel('log_sigmoid_forward', inference=False)
+def _log_sigmoid(x):
+    z = torch.exp(-x.abs())
+    return x.clamp(max=0) - z.log1p(),z
+
+@infinities.kernel('log_sigmoid_backward', inference=False)
+def _log_sigmoid_backward(g, x, z): return g*torch.where(x < 0, 1, z)/(1+z)
+
 # %% ../../nbs/api/01jb_lowerings.edges.ipynb #e1dc000a
 _type = torch.Tensor.type
 

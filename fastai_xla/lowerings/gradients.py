@@ -21,6 +21,10 @@ def _elu_backward(g, alpha, scale, input_scale, is_result, x):
     slope = input_scale*(x + alpha*scale) if is_result else input_scale*alpha*scale*(x.clamp(max=0)*input_scale).exp()
     return g*torch.where(x <= 0, slope, scale)
 
+@elu.kernel('elu', inference=False)
+def _elu(x, alpha=1., scale=1., input_scale=1.):
+    return torch.where(x <= 0, alpha*scale*(x.clamp(max=0)*input_scale).expm1(), scale*x)
+
 # %% ../../nbs/api/01i_lowerings.gradients.ipynb #c0a10012
 celu = Lowering('celu', lambda: True, 'the program of another `alpha` answers')
 
