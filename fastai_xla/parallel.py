@@ -126,6 +126,7 @@ def _gather(model):
         m._parameters[n] = copies[id(p)][0]
     return [(m, n, p, *copies[id(p)]) for m,n,p in found]
 
+# %% ../nbs/api/06da_parallel.ipynb #1ec7a60a
 def _put_back(found):
     "What the model has done to its copies, as `nn.Embedding(max_norm=...)` does, is done to the parameters"
     copies = {id(p): (p, whole, was) for *_,p,whole,was in found}

@@ -37,6 +37,7 @@ def _code_reads(code, names, whose, own, seen, me=''):
         if inner: return inner
     return first(filter(None, (_code_reads(c, names, whose, own, seen, me) for c in code.co_consts if isinstance(c, CodeType)))) or ''
 
+# %% ../../nbs/api/05lb_capture.backward.ipynb #da75473a
 def _applies(v, then):
     "Does the code apply an autograd function, as one whose derivative has another derivative, and no number decides on its graph?"
     ours = isinstance(v, type) and issubclass(v, torch.autograd.Function) and not is_known(v)
