@@ -3,7 +3,8 @@ import pytest, torch
 from fastai.vision.all import *
 
 from fastai_xla.all import *
-from common import image_learner
+from common import image_dls, image_learner
+from on_both import compare, fits, plain
 
 def fitted(xla, opt, **kwargs):
     set_seed(0)
@@ -48,3 +49,19 @@ def test_gradients_before_the_backward_pass_are_there_as_on_the_cpu(opt_func):
         seen[mode] = learn.grads.seen
         assert mode != 'replayed' or not learn.xla_report().plain
     assert seen['replayed'] == seen['retraced'] == seen['cpu']
+
+def test_counts_of_an_optimizer_that_become_equal():
+    "A step of two layers is recorded when one of them has had more steps, and audited when both have had as many"
+    class Turns(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a,self.b,self.n = nn.Linear(64, 4),nn.Linear(64, 4),0
+        def forward(self, x):
+            x,n = x.flatten(1),self.n
+            self.n += self.training
+            return (0 if n in (10, 11) else self.a(x)) + (0 if n < 2 else self.b(x))
+    def make():
+        return Learner(image_dls(n=20*8, n_valid=2*8, bs=8, shuffle=False), Turns(), loss_func=CrossEntropyLossFlat(),
+                       opt_func=partial(OptimWrapper, opt=torch.optim.AdamW))
+    learn = compare(make, partial(fits, n=3))
+    assert not any('audit' in why for why in plain(learn)), plain(learn)

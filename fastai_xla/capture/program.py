@@ -51,8 +51,8 @@ class Program:
 def _note(trace): trace.lines = hlo_lines(trace.graph.roots) if trace.nums else 0   # a number may be in them that the hash does not see
 
 @patch
-def _trace(self:Program, calls, nums, seed, then=noop):
-    return StepTrace(calls._replace(nums=nums), self.escaped, seed, then)
+def _trace(self:Program, calls, nums, seed, then=noop, like=()):
+    return StepTrace(calls._replace(nums=nums), self.escaped, seed, then, like)
 
 @patch
 def _found(self:Program, calls, rng, true, only=None):
@@ -244,7 +244,7 @@ def audit(self:Program,
 ) -> str: # How the step differs; empty if it does not
     "Trace a step that could be run, and compare it with what was compiled"
     def differs(nums):
-        try: return _unlike(self, self._trace(calls, nums, 1001))
+        try: return _unlike(self, self._trace(calls, nums, 1001, like=self.numbers.steps))
         except Exception as e:
             drop_pending()
             return str(e)

@@ -27,7 +27,8 @@ from .step import TracedGraph, aliased
 # %% ../../nbs/api/05ma_capture.trace.ipynb #02a8eb75
 class OptSteps:
     "The numbers of known optimizers in a trace: each step of theirs on a tape of its own"
-    def __init__(self, seed): self.seed,self.done,self.was,self.replaced = seed,[],[],[]
+    def __init__(self, seed, like): # `like`: those of an earlier trace, or none
+        self.seed,self.like,self.done,self.was,self.replaced = seed,like,[],[],[]
 
     def __call__(self, f, taken, places, env):
         self.was += [(d, k, get_number(d, k)) for d,k,_ in taken if all(d is not d2 or k != k2 for d2,k2,_ in self.was)]
@@ -35,6 +36,7 @@ class OptSteps:
 
     def _run(self, f):
         numbers,tape = f.numbers(),Tape(self.seed + len(self.done))
+        if self.like: numbers.name_as(self.like[len(self.done)][0])
         held = [(d, dict(d)) for d in numbers.dicts]
         self.was += [(d, k, get_number(d, k)) for d,k,*_ in numbers.places.values()]
         numbers.show(tape)
@@ -69,19 +71,20 @@ class StepTrace:
         escaped, # Origins of results that are wanted
         seed:int=1, # For the numbers of optimizers
         then=noop, # Called with the trace while its graph is there
+        like=(), # Numbers of optimizers in an earlier trace of the same calls, as of `OptSteps.done`
     ):
-        with python_lock: self._trace(calls, escaped, seed, then)
+        with python_lock: self._trace(calls, escaped, seed, then, like)
 
 # %% ../../nbs/api/05ma_capture.trace.ipynb #3782da1f
 @patch
-def _trace(self:StepTrace, calls, escaped, seed, then):
+def _trace(self:StepTrace, calls, escaped, seed, then, like):
     path,outside,hosts,nums,taken = calls
     settle_tensors()
     settle_views([*outside, *(t.grad for t in outside if t.is_leaf and t.grad is not None)])
     _as_of_a_run(outside, taken)
     rng,on_host = rng_state(),host_rng()
     set_rng_state(rng)
-    self.steps,self.nums,self.graph = OptSteps(seed),nums,None
+    self.steps,self.nums,self.graph = OptSteps(seed, like),nums,None
     sent = [torch.Tensor._make_subclass(type(h), t) if type(h) is not T else t for h,t in zip(hosts, _sent(hosts))]
     self.given = Given(outside, sent)
     try:

@@ -133,6 +133,14 @@ def leave_out(self:Numbers,
     self.places = {i: p for i,p in self.places.items() if p[3] or p[2] in names}
 
 @patch
+def name_as(self:Numbers,
+    other, # `Numbers` of an earlier trace
+):
+    "Keep apart what was apart then, though two of them may be equal now"
+    names = {at: name for at,(_,_,name,_) in other.places.items()}
+    self.places = {at: (d, k, names.get(at, name), hide) for at,(d,k,name,hide) in self.places.items()}
+
+@patch
 def show_later(self:Numbers,
     j:int, # Which step, from 1
 ):
