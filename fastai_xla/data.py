@@ -27,7 +27,7 @@ from .runtime import *
 from .transfer import *
 from .seeds import for_host
 from .capture.state import not_traced
-from .draws import python_lock, host_rng, drew
+from .draws import feed_name, python_lock, host_rng, drew
 from .items import *
 from .patching import patch
 
@@ -95,7 +95,7 @@ ahead = 2 # Groups of batches (by default a group is one batch) that are read ah
 
 def _read_ahead(groups, may=lambda: True):
     "The `RawBatch`es of `groups`, which run in a thread as long as they `may`"
-    pool,ctx,wait = futures.ThreadPoolExecutor(1, 'fastai_xla feed', torch.set_grad_enabled, (torch.is_grad_enabled(),)),copy_context(),True
+    pool,ctx,wait = futures.ThreadPoolExecutor(1, feed_name, torch.set_grad_enabled, (torch.is_grad_enabled(),)),copy_context(),True
     ends,quiet = sys.is_finalizing,suppress   # names of the module are gone at the end
     def read():
         held = python_lock.acquire(timeout=60)   # not for ever: what is traced may read a DataLoader itself

@@ -31,7 +31,7 @@ from .capture.program import *
 from .learner_step import *
 from .unknown import *
 from .replay import *
-from .replay import _zeros
+from .replay import _on_device
 from .recordings import _stale
 from .capture.step import aliased
 
@@ -139,7 +139,7 @@ def _step(self:Logged, b):
     if cancelled and (getattr(learn, 'loss', None) is was or step.acting('after_cancel_batch')): return True
     batch.mets,batch.keeping,batch.others = step.metrics()
     for m in batch.mets:
-        _zeros(m, learn.xla_opt.device)
+        _on_device(m, learn.xla_opt.device)
         # of the loss's class from the first batch on, and no call of the step
         if isinstance(m, AvgSmoothLoss) and type(m.val) is T: m.val = _make_subclass(type(learn.loss), m.val)
     with kept_on_device(learn), as_counted(learn):

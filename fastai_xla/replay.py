@@ -101,7 +101,7 @@ def _settle_before(self:Replay, inputs):
     if n_executions() > before: self.fit.beside[self._before_step()] += 1
 
 # %% ../nbs/api/06b_replay.ipynb #06b00001
-def _zeros(met, device):
+def _on_device(met, device):
     "A metric's sum is on the device, also where it has not begun"
     if isinstance(met, AvgSmoothLoss): met.val = met.val if is_xla(met.val) else send_batch([met.val], device)[0]
     elif isinstance(met.total, (int, float, np.generic)): met.total = send_batch([torch.tensor(float(met.total))], device)[0]
@@ -124,7 +124,7 @@ def do_batch(self:Replay) -> bool: # Has the step been done?
         return False
     self.stream.before_step()
     if any(pending([t for t in inputs if is_xla(t)])) or step.acting('looks at the batch', _looks): self._settle_before(inputs)
-    for m in step.parts.mets: _zeros(m, learn.xla_opt.device)
+    for m in step.parts.mets: _on_device(m, learn.xla_opt.device)
     methods = None if same else methods_now(learn)
     rec = next((r for r in recs if (same or r.beside.methods == methods) and r.ready(same)), None)
     if rec and self._is_shared(rec): return False

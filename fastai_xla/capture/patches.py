@@ -24,6 +24,7 @@ from fasttransform.cast import retain_meta
 from ..runtime import *
 from ..runtime import _XLAC
 from ..graphs import *
+from ..draws import feed_name
 from ..seeds import before_seed
 from ..transfer import before_fetch
 from .effects import stand_ins
@@ -222,8 +223,9 @@ def _of_layout(f):
         return f(log._real(t), *args)
     return _inner
 
-# a DataLoader that the step advances, as a callback does with a second one: its items are the host's
-def _feeds(o): return getattr(o, 'name', getattr(o, '_thread_name_prefix', '')).startswith('fastai_xla feed')
+def _feeds(o):
+    "Is it the thread, or the pool of the thread, that reads a DataLoader ahead? A step may advance one, and its items are the host's"
+    return getattr(o, 'name', getattr(o, '_thread_name_prefix', '')).startswith(feed_name)
 _thread = 'hands work to another thread; where the step does not need its result, `after_batch` is outside of the step'
 _waits = 'waits for another thread, which may need what the step computes; `after_batch` is outside of the step'
 

@@ -20,7 +20,7 @@ from fastai.metrics import AccumMetric, Dice, DiceMulti, LossMetric, foreground_
 
 from ..runtime import *
 from ..transfer import *
-from ..patching import patch, theirs
+from ..patching import in_place_of, patch, theirs
 
 # %% ../../nbs/api/04k_compat.metrics.ipynb #ee382572
 @patch
@@ -73,10 +73,6 @@ _on_xla = {foreground_acc: _foreground_acc}
 # %% ../../nbs/api/04k_compat.metrics.ipynb #d00a0021
 on_host = WeakSet()   # metrics whose function computes on the host
 
-def _ours(f):
-    if isinstance(f, partial): return partial(_ours(f.func), *f.args, **f.keywords)
-    return next((ours for stock,ours in _on_xla.items() if f is stock), f)   # what cannot be hashed may be a metric, too
-
 def _is_of_host(e): return "can't convert xla" in str(e)
 def _fetched(learn):
     pred,yb = fetch((learn.pred, learn.yb))
@@ -94,7 +90,7 @@ def accumulate(self:AvgMetric, learn):
     f = self.func
     if not has_xla(learn.pred): return self._under_accumulate(learn)
     if self in on_host: return self._under_accumulate(_fetched(learn))
-    self.func = _ours(f)
+    self.func = in_place_of(f, _on_xla)
     try: self._under_accumulate(learn)
     except TypeError as e:
         if not _is_of_host(e): raise

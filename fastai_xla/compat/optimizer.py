@@ -24,7 +24,7 @@ from ..runtime import *
 from ..cleared import *
 from ..graphs import sync_between
 from ..transfer import *
-from ..patching import patch, theirs
+from ..patching import in_place_of, patch, theirs
 
 # %% ../../nbs/api/04c_compat.optimizer.ipynb #472d6765
 def _lamb_step(p, lr, mom, step, sqr_mom, grad_avg, sqr_avg, eps, **kwargs):
@@ -44,10 +44,6 @@ def _larc_step(p, local_lr, grad_avg=None, **kwargs):
     p.data.sub_((p.grad.data if grad_avg is None else grad_avg) * local_lr)
 
 _on_xla = {lamb_step: _lamb_step, larc_layer_lr: _larc_layer_lr, larc_step: _larc_step}
-
-def _xla_cb(cb):
-    if isinstance(cb, partial): return partial(_xla_cb(cb.func), *cb.args, **cb.keywords)
-    return next((ours for f,ours in _on_xla.items() if f is cb), cb)
 
 # %% ../../nbs/api/04c_compat.optimizer.ipynb #c87bc40d
 @patch
@@ -83,7 +79,7 @@ def zeros_shown(
 def step(self:Optimizer, closure=None):
     if closure is not None or not any(is_xla(p) for pg in self.param_lists for p in pg): return self._under_step(closure)
     restore_cleared(p for pg in self.param_lists for p in pg)
-    cbs,self.cbs = self.cbs,self.cbs.map(_xla_cb)
+    cbs,self.cbs = self.cbs,self.cbs.map(in_place_of, by=_on_xla)
     try: self._under_step()
     finally: self.cbs = cbs
 

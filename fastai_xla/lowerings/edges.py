@@ -222,7 +222,8 @@ def _logit(x, eps=None):
 def _softshrink(x, by=.5): return torch.where(x > by, x-by, torch.where(x < -by, x+by, x*0))
 
 # %% ../../nbs/api/01jb_lowerings.edges.ipynb #e1dc0010
-infinities = Lowering('infinities', lambda: True, '`logsumexp` of infinities is NaN, and so is the gradient of `softplus` in float16')
+infinities = Lowering('infinities', lambda: True,
+    '`logsumexp` of infinities is NaN, and so is the gradient of `softplus` in float16; `logsigmoid` is 0 from 17 on')
 
 @infinities.kernel('logsumexp', inference=False)
 def _logsumexp(x, dim, keepdim=False):

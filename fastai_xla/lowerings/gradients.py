@@ -14,7 +14,7 @@ from fastcore.all import *
 from .core import *
 
 # %% ../../nbs/api/01i_lowerings.gradients.ipynb #c0a1000d
-elu = Lowering('elu', lambda: True, 'takes the input of ELU for its result: a wrong gradient')
+elu = Lowering('elu', lambda: True, 'takes the input of ELU for its result: a wrong gradient; few digits near 0')
 
 @elu.kernel('elu_backward')
 def _elu_backward(g, alpha, scale, input_scale, is_result, x):
