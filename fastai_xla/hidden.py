@@ -9,7 +9,9 @@ __all__ = ['plain_tensors', 'move_hidden', 'moved_text', 'refuse_sparse', 'spars
 
 # %% ../nbs/api/06a_hidden.ipynb #4c1d0b03
 import dis, warnings
-from functools import cache
+from functools import cache, partial
+from inspect import signature
+from types import FunctionType
 
 import torch
 from torch import nn
@@ -43,8 +45,9 @@ def _tensors(v):
 _numbers = {int, float, bool, str, type(None)}
 def _may_hold(v):
     "A quick look: most lists and tuples are of numbers and names alone"
-    if isinstance(v, (list, tuple, dict)): return not _numbers.issuperset(map(type, v.values() if isinstance(v, dict) else v))
-    return isinstance(v, torch.Tensor)
+    cls = type(v)   # what `isinstance` is told may be the class that a `Mock` stands for
+    if issubclass(cls, (list, tuple, dict)): return not _numbers.issuperset(map(type, v.values() if issubclass(cls, dict) else v))
+    return issubclass(cls, torch.Tensor)
 
 def plain_tensors(
     o, # A module, or anything else
@@ -105,6 +108,8 @@ def named_values(
     "What `o` and its modules keep in plain attributes, and what it names where it is a function"
     holders = [(f'{name}.{n}' if n else name, m) for n,m in o.named_modules()] if isinstance(o, nn.Module) else [(name, o)]
     held = [(n, getattr(m, '__dict__', {})) for n,m in holders]   # a function of C has none
+    if isinstance(o, partial): held.append((name, dict(enumerate(o.args)) | o.keywords))
+    if isinstance(o, FunctionType): held.append((name, {k: p.default for k,p in signature(o).parameters.items()}))
     found = [(f'{n}.{k}', v) for n,d in held for k,v in d.items() if k not in _base_attrs and k != 'learn']
     fs = [o, *(type(m).forward for _,m in holders if isinstance(m, nn.Module) and not is_library(type(m).__module__))]
     return found + [(n, v) for f in fs for _,names in functions_in(f) for n,vs in names.items() for v in vs]
@@ -118,13 +123,18 @@ def _on_cpu(v):
 _advice = dict(
     weights="On the CPU are the weights of {0}. `to_xla` moves the model, and the loss where it is a module; what others hold it does "
             "not know: `{1}.to('xla')` before the fit moves them.",
-    tensors="On the CPU are still: {0}. A plain attribute does not move with its module. Write "
-            "`self.register_buffer('{2}', tensor, persistent=False)` in `__init__`, or `.to(x.device)` where it is used.")
+    buffers="On the CPU are still: {0}. A plain attribute does not move with its module. Write "
+            "`self.register_buffer('{2}', tensor, persistent=False)` in `__init__`, or `.to(x.device)` where it is used.",
+    tensors="On the CPU are still: {0}. `to_xla` moves parameters and buffers of modules. Write `.to(x.device)` where `{2}` is used, "
+            "with a tensor `x` of the batch or of the predictions.")
 
 def on_host_text(
     roots:dict, # Name -> module, a function, or another object
 ) -> str: # What to add to an error; empty where nothing is on the host
     "Which attributes, and names in functions, are tensors or weights on the CPU, and what to type instead"
-    found = [(n, _on_cpu(v)) for name,o in roots.items() for n,v in named_values(name, o)]
+    def kind(o, name, n, v):
+        may_be_buffer = isinstance(o, nn.Module) and isinstance(v, torch.Tensor) and n.startswith(f'{name}.')
+        return 'buffers' if may_be_buffer and _on_cpu(v) else _on_cpu(v)
+    found = [(n, kind(o, name, n, v)) for name,o in roots.items() for n,v in named_values(name, o)]
     names = {kind: [n for n,k in found if k == kind] for kind in _advice}
     return '\n'.join(text.format(', '.join(ns), ns[0], ns[0].split('.')[-1]) for kind,text in _advice.items() if (ns := names[kind]))

@@ -107,6 +107,7 @@ def _twice(self:SAM, ps):
     ws,results = [p.data.clone() for p in ps],(learn.pred, learn.loss_grad, learn.loss)
     _perturb(ps, self.rho, self.adaptive, self.eta)
     _put_back(self.before)
+    for m in self.model.modules(): vars(m).pop('advance', None)   # a recording counts passes there, and this one is undone
     for p in self._graded(): p.grad = None
     self.second,self.notes.on = True,False
     try:

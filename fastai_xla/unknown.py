@@ -181,13 +181,11 @@ class OptStep:
         "Parameters, and the XLA tensors of their state, as they are now"
         inner = innermost(self.opt)
         self.params = [p for pg in groups_of(inner) for p in pg]
-        def n(): return sum(bool(inner.state.get(p)) for p in self.params)
-        if (has := n()) < self.n:   # somebody has cleared it, or there is a new parameter
+        def stated(): return [(p, s) for p in self.params if (s := inner.state.get(p))]
+        if len(of := stated()) < self.n:   # somebody has cleared it, or there is a new parameter
             init_state(self.opt)
-            has = n()
-        self.n = has
-        of = [(p, s) for p in self.params if (s := inner.state.get(p))]
-        self.states = [s for _,s in of]
+            of = stated()
+        self.n,self.states = len(of),[s for _,s in of]
         own,self.counts = [],[]
         for s in self.states:
             for k,v in s.items():

@@ -113,6 +113,22 @@ for head in (nn.Linear, Unit):
     library,own = out.splitlines()
     assert (library, own) == ('True {True} 0', 'True {True} 1'), out
 
+def test_any_and_all_of_numbers_over_the_devices():
+    "XLA does not know how several devices tell each other of numbers"
+    out = says("""
+class Asks(Callback):
+    def after_pred(self):
+        x,y = self.x,self.y
+        self.found = [(x > 9).float().any(), x.all(), y.any(), y.to(torch.uint8).all(), x.flatten(1).all(0), x.isnan().any()]
+def found(**to):
+    set_seed(0)
+    learn = cases.images(opt_func=SGD, cbs=Asks())
+    if to: learn.to_xla(**to)
+    with learn.no_bar(), learn.no_logging(): learn.fit(1)
+    return [(t.dtype, t.tolist()) for t in fetch(learn.asks.found)]
+print(found() == found(devices='all'))""")
+    assert out.strip() == 'True', out
+
 def test_seed_before_the_devices():
     "To seed does not decide for one device; and the seed holds"
     code = """

@@ -122,6 +122,22 @@ def test_error_names_a_tensor_left_on_the_cpu():
     said = r"On the CPU are still: model.start.*register_buffer\('start'"
     with learn.no_logging(), learn.no_bar(), pytest.raises(RuntimeError, match=said): learn.fit(1)
 
+weights = torch.ones(4)
+class Weighed:
+    def __init__(self): self.w = weights.clone()
+    def __call__(self, pred, targ): return F.cross_entropy(pred, targ, weight=self.w)
+def by_name(pred, targ): return F.cross_entropy(pred, targ, weight=weights)
+def by_default(pred, targ, by=weights): return F.cross_entropy(pred, targ, weight=by)
+losses_on_host = {'loss_func.weight': lambda: partial(F.cross_entropy, weight=weights), 'loss_func.w': Weighed,
+                  'weights': lambda: by_name, 'loss_func.by': lambda: by_default}
+
+@pytest.mark.parametrize('name', losses_on_host)
+def test_error_names_a_tensor_of_a_loss(name):
+    "What is no attribute of a module cannot be a buffer"
+    learn = learner(loss_func=losses_on_host[name]()).to_xla()
+    with learn.no_logging(), learn.no_bar(), pytest.raises(RuntimeError, match=f'On the CPU are still: {name}.*to.x.device') as e: learn.fit(1)
+    assert 'register_buffer' not in str(e.value)
+
 # Data that is on the device already
 
 def table(device, n=6*8):

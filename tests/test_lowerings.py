@@ -238,3 +238,20 @@ def test_solve_without():
     a = torch.randn(2, 3, 3).to(dev)
     with without_lowerings('solve', 'det'), count_xla() as c: torch.linalg.solve(a, a), torch.det(a)
     assert set(c.fallbacks) == {'aten::_linalg_solve_ex', 'aten::_linalg_det'}
+
+# Types and numbers that are seldom given
+
+z,ints,few = torch.randn(3, 3, dtype=torch.complex64),torch.arange(9).view(3, 3),torch.tensor([True, False, True])
+by_type = dict(
+    norm_0=(lambda x: (x.norm(0), torch.linalg.vector_norm(x, 0, 1, dtype=torch.float64)), torch.randn(4, 400).round()),
+    exp2=(torch.exp2, z), cov=(torch.cov, ints), corrcoef=(torch.corrcoef, ints), fmax=(lambda x: torch.fmax(x, ~x), few),
+    addmm=(lambda x: torch.addmm(x, x, x, alpha=.6, beta=2.5), ints), addmv=(lambda x: torch.addmv(x[0], x, x[1], alpha=1.6), ints),
+    addbmm=(lambda x: torch.addbmm(x, x[None], x[None], alpha=.6), ints),
+    amax=(lambda x: (~x).scatter_reduce(0, torch.zeros_like(x, dtype=torch.long), x, 'amax', include_self=False), few),
+    amin=(lambda x: (~x).scatter_reduce(0, torch.zeros_like(x, dtype=torch.long), x, 'amin', include_self=False), few))
+
+@pytest.mark.parametrize('name', by_type)
+def test_seldom_types(name):
+    f,x = by_type[name]
+    for got,want in zip(*(o if isinstance(o, tuple) else (o,) for o in (f(x.to(dev)), f(x))), strict=True):
+        assert got.dtype == want.dtype and torch.allclose(got.cpu(), want, rtol=1e-5)

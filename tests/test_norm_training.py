@@ -6,10 +6,12 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from fastai.vision.all import *
 from fastai_xla.all import *
+from fastai_xla.optim import SAM
 from fastai_xla.transfer import *
 from common import *
 from probe import *
 from norms import *
+from on_both import compare, fits, plain
 
 # Training on XLA
 
@@ -211,3 +213,25 @@ def test_average_of_all_batches():
     torch.optim.swa_utils.update_bn(xs, m)
     test_eq(m[0].momentum, .1)
     close(m[0].running_var, torch.cat(xs).double().var((0,2,3), correction=0))
+
+def test_sam_counts_a_step_once():
+    "Its second forward pass is no other step for layers that skip their statistics, replayed or not"
+    def make():
+        net = nn.Sequential(nn.Flatten(), RunningBatchNorm1d(64, update_every=2, warmup=0), nn.Linear(64, 4))
+        return Learner(image_dls(n=5*8, n_valid=2*8, bs=8, shuffle=False), net, loss_func=CrossEntropyLossFlat(), cbs=SAM())
+    def story(learn):
+        fits(learn)
+        return [learn.model[1].seen, learn.model[1].step]
+    compare(make, story)
+
+@pytest.mark.parametrize('update_every', [1, 2])
+def test_within_a_module_of_the_users(update_every):
+    "Replayed: what it applies in the backward pass is the package's"
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm,self.lin = RunningBatchNorm1d(64, update_every=update_every, warmup=0),nn.Linear(64, 4)
+        def forward(self, x): return self.lin(self.norm(x.flatten(1)))
+    def make(): return Learner(image_dls(n=8*8, n_valid=2*8, bs=8, shuffle=False), Net(), loss_func=CrossEntropyLossFlat())
+    learn = compare(make, fits)
+    assert not plain(learn)

@@ -1,7 +1,7 @@
 "Objects of the user's that can be used, and of which nobody may ask anything else: as fastai on the CPU"
 import warnings
 from dataclasses import dataclass
-from unittest.mock import MagicMock
+from unittest.mock import MagicMock, Mock
 import pytest, torch
 from fastai.vision.all import *
 from fastai_xla.all import *
@@ -112,6 +112,18 @@ def test_a_mock_is_called_after_each_batch():
         fits(learn)
         return [c.args[0] for c in learn.logs.wandb.log.call_args_list]
     compare(lambda: learner(cbs=Logs()), story)
+
+@pytest.mark.parametrize('cls', [dict, list, nn.Module])
+def test_a_mock_that_stands_for_a_class(cls):
+    "It says that it is of the class, and has nothing of it"
+    class Keeps(Callback):
+        def __init__(self): self.odd = Mock(spec=cls)
+        def after_batch(self): self.seen = self.loss
+    def make():
+        learn = learner(cbs=Keeps())
+        vars(learn.model[1])['odd'] = Mock(spec=cls)
+        return learn
+    compare(make, fits)
 
 def test_a_metric_of_numpys_numbers(recorded):
     "The sum that had begun on the host began again"

@@ -219,3 +219,11 @@ def test_who_has_steps_first(monkeypatch):
     assert steps_first() and is_flat()
     monkeypatch.setattr(torch_xla.runtime, 'is_spmd', lambda: True)
     assert not steps_first() and not is_flat()
+
+def test_an_output_gate_that_is_nearly_shut_keeps_its_digits():
+    torch.manual_seed(0)
+    m,x,zeros = nn.LSTM(n_in, n_hid),data(steps, bs, n_in),torch.zeros(1, bs, n_hid)
+    with torch.no_grad(): m.bias_hh_l0[3*n_hid:] = -15.
+    got = fetch(deepcopy(m).to(device())(x.to(device()), (zeros.to(device()), zeros.to(device())))[0])
+    want = m.double()(x.double(), (zeros.double(), zeros.double()))[0]
+    assert ((got-want).abs() <= 1e-5*want.abs()).all()

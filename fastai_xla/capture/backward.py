@@ -77,7 +77,8 @@ def looks_outside(
     cls, # `torch.autograd.Function`
 ) -> str: # Empty if nothing
     "What its code reads beside its arguments"
-    return 'code of the user runs in the backward pass, as with checkpoints' if is_known(cls) else _class_reads(cls, ())
+    if is_known(cls): return 'code of the user runs in the backward pass, as with checkpoints' if 'checkpoint' in cls.__module__ else ''
+    return _class_reads(cls, ())
 
 @functools.cache
 def names_of(

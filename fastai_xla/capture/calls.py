@@ -7,9 +7,9 @@ Docs: https://fastai-xla.github.io/fastai_xla/api/capture.calls.html.md"""
 # %% auto #0
 __all__ = ['T', 'P', 'get_version', 'questions', 'hook_calls', 'makers', 'cutting', 'likes', 'shaped_as', 'indexing',
            'arithmetic_of_ints', 'arithmetic', 'why_draws', 'takes_ints', 'takes_floats', 'number_kinds', 'is_question',
-           'runs_users', 'is_on_xla', 'flags_of', 'grad_of', 'why_read', 'call_name', 'user_line', 'context_now',
-           'in_context', 'Node', 'Answer', 'Template', 'End', 'Kind', 'another_call', 'node_of', 'Miss', 'changed',
-           'cure_of']
+           'runs_users', 'is_on_xla', 'flags_of', 'flags_of_all', 'changes_flags', 'grad_of', 'why_read', 'call_name',
+           'user_line', 'context_now', 'in_context', 'Node', 'Answer', 'Template', 'End', 'Kind', 'another_call',
+           'node_of', 'Miss', 'changed', 'cure_of']
 
 # %% ../../nbs/api/05k_capture.calls.ipynb #269797f3
 import re, sys
@@ -92,6 +92,22 @@ def flags_of(t):
     Nothing for a view made within `no_grad` whose base has changed since: torch refuses to say"""
     try: return t.requires_grad,t.is_leaf,t.shape,t.dtype
     except RuntimeError: return None
+
+def flags_of_all(
+    ts:dict, # Name -> tensor
+) -> dict: # Name -> flags
+    "`flags_of` each"
+    with torch._C.DisableTorchFunctionSubclass(): return {o: flags_of(t) for o,t in ts.items()}
+
+_sets = {'__setitem__', '__set__', *(n for n in dir(T) if n.startswith('__i') and callable(getattr(T, n)))}
+
+def changes_flags(
+    f, # Function
+    kwargs:dict, # Its keyword arguments
+) -> bool:
+    "Does it change a tensor?"
+    name = getattr(f, '__name__', '')
+    return name in _sets or 'out' in kwargs or name.endswith('_') and not name.endswith('__')
 
 def grad_of(
     t:torch.Tensor, # A result
@@ -231,8 +247,8 @@ def node_of(
 ) -> tuple: # Node, number
     "The call that has given result `i`, and which of its new tensors that is"
     at = bisect_right(log_path, i, key=attrgetter('answer.new.start'))
-    n = next(n for n in reversed(log_path[:at]) if n.answer.new)
-    return n,i-n.answer.new.start
+    while not log_path[at-1].answer.new: at -= 1
+    return log_path[at-1],i-log_path[at-1].answer.new.start
 
 class Miss:
     "Where a step's calls are no longer those of earlier ones"

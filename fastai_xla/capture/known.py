@@ -76,7 +76,8 @@ def holds_tensors(
     a, # Any object
 ) -> bool:
     "Are there tensors among its attributes and items?"
-    vs = [*getattr(a, '__dict__', {}).values(), *(a.values() if isinstance(a, Mapping) else a if isinstance(a, (list, tuple, set)) else ())]
+    vs,cls = [*getattr(a, '__dict__', {}).values()],type(a)
+    vs += a.values() if issubclass(cls, Mapping) else a if issubclass(cls, (list, tuple, set)) else ()
     return any(isinstance(v, torch.Tensor) or isinstance(v, (list, tuple, dict, Mapping)) and holds_tensors(v) for v in vs)
 
 # %% ../../nbs/api/05j_capture.known.ipynb #cd8d53ca
@@ -133,6 +134,7 @@ class KnownModule:
         self.others += [(m._modules, k) for m in self.ms for k in m._modules]
         self.others += [(m.__dict__, n) for m in self.ms for n in _tables[:3]]
         self.sizes = [m.__dict__ for m in self.ms] + [m.__dict__[n] for m in self.ms for n in _tables] + _for_all
+        self.kids = [m._modules for m in self.ms if len(m._modules) > 1]   # a container runs them in order
         self.classes = set(map(type, self.ms))
         self.made = Made([(d, {k: None if isinstance(v, torch.Tensor) else v for k,v in d.items()}) for d in self.sizes],
                          list(zip(self.ms, map(type, self.ms))), [(c, vars(c)['forward']) for c in self.classes if 'forward' in vars(c)])
@@ -150,7 +152,7 @@ def shape_now(self:KnownModule) -> list:
     "Which attributes, modules, hooks, classes and methods there are"
     ids = [id(d[k]) for d,k in self.others]
     plain = [_all_plain(d[k]) for d,k in self.lists]   # or does an empty cache hold tensors now?
-    return [*plain, *map(len, self.sizes), *ids, *map(type, self.ms), *(id(c.forward) for c in self.classes)]
+    return [*plain, *map(len, self.sizes), *map(tuple, self.kids), *ids, *map(type, self.ms), *(id(c.forward) for c in self.classes)]
 
 @patch
 def is_as_made(self:KnownModule) -> bool:

@@ -151,9 +151,10 @@ def call(self:Log,
         self._give_up(self._difference(f, key))
         new = self.outside[before[2]:]   # the first calls of a new path are checked as those of a first step
         if new and any(pending(new)): self.refuse(f"{call_name(f)} at {user_line()} is given a tensor that was made where nobody saw it")
-    reads,flags,rng = n_reads() if saw else 0,self._flags(f, kwargs),rng_state()
+    may_turn = self._turned(f, args, kwargs)
+    reads,flags,rng = n_reads() if saw else 0,flags_of_all(may_turn),rng_state()
     r = self._run(f, self._real(args), self._real(kwargs), before)
-    turned = [(o, flag) for o,flag in self._flags(f, kwargs).items() if flag and flags.get(o) != flag]
+    turned = [(o, flag) for o,flag in flags_of_all(may_turn).items() if flag and flags.get(o) != flag]
     turns = [(o, Kind(self._object(o))) for o,_ in turned]
     if any(o < 0 and (o not in flags or flag[2:] != (flags[o] or flag)[2:]) for o,flag in turned):
         self.refuse(f"{call_name(f)} at {user_line()} changes the shape or the type of a tensor from before the step")
@@ -181,8 +182,6 @@ def _call_of_the_host(self:Log, f, args, kwargs, key, n, before):
     return self._note(f, args, kwargs, key, n, before, r)
 
 # %% ../../nbs/api/05l_capture.log.ipynb #6f443bc5
-_sets = {'__setitem__', '__set__', *(n for n in dir(T) if n.startswith('__i') and callable(getattr(T, n)))}
-
 @patch
 def _run(self:Log, f, args, kwargs, before):
     self.busy += 1
@@ -209,12 +208,12 @@ def _watched(self:Log, f, args, kwargs):
     return r
 
 @patch
-def _flags(self:Log, f, kwargs):
-    "What is asked of tensors, around a call that may change it"
-    name = getattr(f, '__name__', '')
-    if name not in _sets and 'out' not in kwargs and (not name.endswith('_') or name.endswith('__')): return {}
-    with torch._C.DisableTorchFunctionSubclass():
-        return {i: flags_of(t) for i,t in (*enumerate(self.objs), *((-1-j, t) for j,t in enumerate(self.outside)))}
+def _turned(self:Log, f, args, kwargs):
+    "Tensors of which a call may change what is asked of, by their origins: all where it makes a graph, which views of it have, too"
+    if not changes_flags(f, kwargs): return {}
+    given = [o for a in pytree.tree_leaves((args, kwargs)) if isinstance(a, T) and (o := self.at.get(id(a))) is not None]
+    all_of = torch.is_grad_enabled() and any(flags and flags[0] for flags in flags_of_all({o: self._object(o) for o in given}).values())
+    return {o: self._object(o) for o in (range(-len(self.outside), len(self.objs)) if all_of else given)}
 
 # %% ../../nbs/api/05l_capture.log.ipynb #bca16eef
 @patch

@@ -69,8 +69,8 @@ _tables = '_parameters', '_buffers', '_modules'
 
 def _all_plain(v):
     return (isinstance(v, _plain) or isinstance(v, (tuple, list)) and all(map(_all_plain, v))
-            or isinstance(v, dict) and _all_plain(list(v.values())))
-def _fixed(v): return not isinstance(v, (list, dict)) and (not isinstance(v, tuple) or all(map(_fixed, v)))
+            or isinstance(v, dict) and _all_plain(list(v.values())) or isinstance(v, partial) and _all_plain([*v.args, v.keywords]))
+def _fixed(v): return not isinstance(v, (list, dict, partial)) and (not isinstance(v, tuple) or all(map(_fixed, v)))
 def _type(v): return (type(v), *map(type, v)) if isinstance(v, (tuple, list)) and len(v) < 100 else type(v)
 def _is_object(v): return not isinstance(v, (torch.Tensor, dict, list, tuple))
 
@@ -139,7 +139,7 @@ class Settings:
                       and (numbers or type(v) not in (int, float))]
         self.plain += [(learn.__dict__, k) for k,v in sorted(learn.__dict__.items(), key=itemgetter(0))
                        if k not in of_batch and k != 'create_mbar' and (v is None or type(v) in (bool, str))]
-        self.lists = [(d, k) for d,k,v,_ in own if isinstance(v, list) and _all_plain(v) or isinstance(v, tuple) and not _fixed(v)]
+        self.lists = [(d, k) for d,k,v,_ in own if isinstance(v, (list, partial)) and _all_plain(v) or isinstance(v, tuple) and not _fixed(v)]
         self.others = [(d, k) for d,k,v,_ in own if not _all_plain(v) and _is_object(v)]
         self.alive = [d[k] for d,k in self.others]
 

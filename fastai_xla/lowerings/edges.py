@@ -39,11 +39,11 @@ for _n in ('sum.dim_IntList mean.dim prod.dim_int max.dim min.dim any.dim all.di
 
 # %% ../../nbs/api/01jb_lowerings.edges.ipynb #b2c1aa31
 def _keep_scatter():
-    own = 'scatter.value', 'scatter.value_reduce', 'baddbmm'
+    own = 'scatter.value', 'scatter.value_reduce', 'baddbmm', 'any', 'any.dim', 'all', 'all.dim'
     _kernels.update({n: torch.library.get_kernel(f'aten::{n}', 'XLA') for n in own})
     return True
 
-edges = Lowering('edges', _keep_scatter, '`roll` of nothing ends the process; `>>`, `clamp_min`, `pdist`, `repeat(0)` are wrong, or errors')
+edges = Lowering('edges', _keep_scatter, '`roll` of nothing ends the process; `>>`, `repeat(0)` and others are wrong, or errors')
 
 @edges.kernel('roll', key='AutogradXLA')
 def _roll(x, shifts, dims=()):
@@ -89,6 +89,14 @@ edges.kernel('_chunk_cat', views=True)(decomposition_table[torch.ops.aten._chunk
 @edges.kernel('baddbmm', inference=False)
 def _baddbmm(x, a, b, *, beta=1, alpha=1):
     return _kernels['baddbmm'].call_boxed(_keys, x if beta else torch.zeros_like(x), a, b, beta=beta, alpha=alpha)
+
+def _of_bools(name):
+    "Of numbers, several devices could not tell each other"
+    def _kernel(x, *args):
+        res = _kernels[name].call_boxed(_keys, x if x.dtype == torch.bool else x != 0, *args)
+        return res.to(x.dtype) if x.dtype == torch.uint8 else res
+    return _kernel
+for _n in ('any', 'any.dim', 'all', 'all.dim'): edges.kernel(_n, inference=False)(_of_bools(_n))
 
 def _of_rank(op): return lambda x, t: as_before(op, *torch.broadcast_tensors(*(o.to(torch.result_type(x, t)) for o in (x, t))))
 for _n in ('clamp_min', 'clamp_max'): edges.kernel(f'{_n}.Tensor', key='AutogradXLA')(_of_rank(getattr(torch.ops.aten, _n).Tensor))

@@ -28,6 +28,7 @@ scatter = Lowering('scatter_reduce', _keep_own, 'means, and `include_self=False`
 def _neutral(dtype, reduce):
     if reduce in ('sum', 'mean'): return 0
     if reduce == 'prod': return 1
+    if dtype == torch.bool: return reduce == 'amin'
     least,most = (-math.inf, math.inf) if dtype.is_floating_point else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
     return least if reduce == 'amax' else most
 
@@ -149,6 +150,7 @@ def _channel_shuffle(x, groups):
 def _cov(x, *, correction=1, fweights=None, aweights=None):
     if fweights is not None or aweights is not None:   # torch's own, which reads them
         return torch.ops.aten.cov.default.decompose(x, correction=correction, fweights=fweights, aweights=aweights)
+    if not (x.is_floating_point() or x.is_complex()): x = x.to(torch.get_default_dtype())
     rows = x.reshape(-1, x.shape[-1]) if x.dim() else x.reshape(1, 1)
     rows = rows - rows.mean(1, keepdim=True)
     return (rows @ rows.mH / max(rows.shape[1]-correction, 0)).squeeze()

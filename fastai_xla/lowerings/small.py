@@ -174,6 +174,7 @@ def _addmm(x, a, b, *, beta=1, alpha=1):
 
 def _plus(x, y, beta, alpha):
     "`x` is not looked at where `beta` is 0"
+    if not (y.is_floating_point() or y.is_complex()): beta,alpha = int(beta),int(alpha)   # as on the CPU
     y = y if alpha == 1 else alpha*y
     return y.expand(torch.broadcast_shapes(x.shape, y.shape)) if beta == 0 else (x if beta == 1 else beta*x) + y
 

@@ -87,7 +87,7 @@ def _small(*ops):
     def _inner(f):
         def _kernel(*xs):
             dtype = torch.result_type(*xs) if len(xs) == 2 else xs[0].dtype
-            if not dtype.is_floating_point: dtype = torch.get_default_dtype()
+            if not (dtype.is_floating_point or dtype.is_complex): dtype = torch.get_default_dtype()
             xs = [x if isinstance(x, torch.Tensor) else xs[0].new_full((), x, dtype=dtype) for x in xs]
             return f(*(x.to(torch.promote_types(dtype, torch.float32)) for x in xs)).to(dtype)
         small_ones.kernel(*ops)(_kernel)
@@ -117,11 +117,15 @@ def _xlog1py(x, y): return torch.where((x == 0) & ~y.isnan(), 0., x*y.log1p())
 def _logaddexp2(a, b): return torch.logaddexp(a*math.log(2), b*math.log(2))/math.log(2)
 
 # %% ../../nbs/api/01fd_lowerings.special.ipynb #01fd0011
+def _but_nans(op, a, b):
+    if not torch.result_type(a, b).is_floating_point: return op(a, b)
+    return torch.where(a != a, b, torch.where(b != b, a, op(a, b)))
+
 @small_ones.kernel('fmax')
-def _fmax(a, b): return torch.where(a.isnan(), b, torch.where(b.isnan(), a, torch.maximum(a, b)))
+def _fmax(a, b): return _but_nans(torch.maximum, a, b)
 
 @small_ones.kernel('fmin')
-def _fmin(a, b): return torch.where(a.isnan(), b, torch.where(b.isnan(), a, torch.minimum(a, b)))
+def _fmin(a, b): return _but_nans(torch.minimum, a, b)
 
 @small_ones.kernel('signbit')
 def _signbit(x): return torch.where(x == 0, x.reciprocal() < 0, x < 0) if x.is_floating_point() else x < 0

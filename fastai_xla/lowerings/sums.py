@@ -63,7 +63,7 @@ def _keep_spreads():
     _kernels.update({n: torch.library.get_kernel(f'aten::{n}', 'XLA') for n in (*_spreads, 'linalg_vector_norm')})
     return True
 
-no_dims = Lowering('no_dims', _keep_spreads, 'for an empty list of dimensions `var`, `std` and `vector_norm` reduce none')
+no_dims = Lowering('no_dims', _keep_spreads, 'for no dimensions `var`, `std` and `vector_norm` reduce none; `norm(0)` is too small')
 
 _spreads = [f'{n}.correction' for n in 'var std var_mean std_mean'.split()]
 
@@ -77,4 +77,5 @@ for _n in _spreads: no_dims.kernel(_n, inference=False)(_spread(_n))
 
 @no_dims.kernel('linalg_vector_norm', inference=False)
 def _vector_norm(x, ord=2, dim=None, keepdim=False, *, dtype=None):
+    if ord == 0: return (x != 0).sum(dim or None, keepdim, dtype=dtype or x.dtype)   # torch_xla's own loses most of many
     return _kernels['linalg_vector_norm'].call_boxed(_keys, x, ord, dim or None, keepdim, dtype=dtype)

@@ -1,0 +1,36 @@
+"What changes for some batches only, after the first audits: of a library's code, and in the user's hands"
+from collections import OrderedDict
+from on_both import *
+
+def long_dls(): return image_dls(n=18*8, n_valid=2*8, bs=8, shuffle=False)
+
+class Turns(Callback):
+    "After some batches, of which none is one of an audit's"
+    def __init__(self, to): self.to = to
+    def after_batch(self):
+        if self.training and self.iter in (9, 12): self.to(self.learn, self.iter == 9)
+
+class Doubles(Callback):
+    "Code of the user's within the step"
+    def after_pred(self): self.learn.pred = self.pred*1.
+
+def check(net, to, *cbs):
+    def make(): return Learner(long_dls(), net(), loss_func=CrossEntropyLossFlat(), cbs=[Turns(to), *cbs])
+    return compare(make, partial(fits, n=1))
+
+@pytest.mark.parametrize('cbs', [[], [Doubles()]], ids=['libraries', 'users'])
+def test_keywords_of_an_activation(cbs):
+    def net():
+        layer = nn.TransformerEncoderLayer(8, 2, 8, dropout=0., activation=partial(F.leaky_relu, negative_slope=.1))
+        return nn.Sequential(nn.Flatten(), nn.Linear(64, 8), layer, nn.Linear(8, 4))
+    def to(learn, on): learn.model[2].activation.keywords['negative_slope'] = 3. if on else .1
+    check(net, to, *cbs)
+
+@pytest.mark.parametrize('cbs', [[], [Doubles()]], ids=['libraries', 'users'])
+def test_the_order_of_layers(cbs):
+    def net(): return nn.Sequential(OrderedDict(flat=nn.Flatten(), first=nn.Linear(64, 8), act=nn.Tanh(), last=nn.Linear(8, 4)))
+    def to(learn, on):
+        act,last = learn.model.act,learn.model.last
+        del learn.model.act, learn.model.last
+        for n,m in (('last', last), ('act', act)) if on else (('act', act), ('last', last)): setattr(learn.model, n, m)
+    check(net, to, *cbs)
