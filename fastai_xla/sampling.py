@@ -205,7 +205,7 @@ class ContrastiveDivergence(Callback):
         self.real = self.fake = self.gap = None
 
     def before_fit(self):
-        self.gaps,device = [],self.dls.device
+        self.gaps,device = [],self.dls.device or first(self.model.parameters()).device   # `from_dsets` has none on the CPU
         self.gap, = send([torch.zeros(())], device)
         if self.chains and self.chains[0][0].device.type != device.type: self.chains = [send(c, device) for c in self.chains]
 

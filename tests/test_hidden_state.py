@@ -135,7 +135,8 @@ losses_on_host = {'loss_func.weight': lambda: partial(F.cross_entropy, weight=we
 def test_error_names_a_tensor_of_a_loss(name):
     "What is no attribute of a module cannot be a buffer"
     learn = learner(loss_func=losses_on_host[name]()).to_xla()
-    with learn.no_logging(), learn.no_bar(), pytest.raises(RuntimeError, match=f'On the CPU are still: {name}.*to.x.device') as e: learn.fit(1)
+    said = f'On the CPU are still: {name}.*to.x.device'
+    with learn.no_logging(), learn.no_bar(), pytest.raises(RuntimeError, match=said) as e: learn.fit(1)
     assert 'register_buffer' not in str(e.value)
 
 # Data that is on the device already

@@ -145,18 +145,31 @@ def test_lr_find_stops_where_fastai_stops(tmp_path, monkeypatch):
     assert a == b == c and len(a) < 60
     for x,y,z in zip(la, lb, lc): assert abs(x-y) < 1e-3*abs(x) and y == z
 
+class Spoil(Callback):
+    run_valid = False
+    def after_loss(self):
+        if self.train_iter == 11: self.learn.loss_grad = self.loss_grad*float('nan'); self.learn.loss = self.loss_grad.clone()
+
 @pytest.mark.parametrize('every', [1e9, 0.])
 def test_terminate_on_nan(every, tmp_path, monkeypatch):
     "The records end where fastai's end, however seldom the device is asked"
     import fastai_xla.transfer as transfer
     monkeypatch.setattr(transfer, 'look_every', every)
-    class Spoil(Callback):
-        run_valid = False
-        def after_loss(self):
-            if self.train_iter == 11: self.learn.loss_grad = self.loss_grad*float('nan'); self.learn.loss = self.loss_grad.clone()
     ends = []
     for xla in (False, True):
         learn = quiet(path=tmp_path, cbs=[Spoil(), TerminateOnNaNCallback()])
+        if xla: learn.to_xla()
+        with learn.no_logging(): learn.fit(3)
+        ends.append((len(learn.recorder.losses), len(learn.recorder.lrs), len(learn.recorder.values)))
+    assert ends[0] == ends[1] == (11, 11, 1)
+
+def test_nan_where_the_callback_comes_within_the_fit(tmp_path):
+    class Adds(Callback):
+        def after_batch(self):
+            if self.training and self.train_iter == 3: self.learn.add_cb(TerminateOnNaNCallback())
+    ends = []
+    for xla in (False, True):
+        learn = quiet(path=tmp_path, cbs=[Spoil(), Adds()])
         if xla: learn.to_xla()
         with learn.no_logging(): learn.fit(3)
         ends.append((len(learn.recorder.losses), len(learn.recorder.lrs), len(learn.recorder.values)))

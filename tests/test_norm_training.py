@@ -235,3 +235,26 @@ def test_within_a_module_of_the_users(update_every):
     def make(): return Learner(image_dls(n=8*8, n_valid=2*8, bs=8, shuffle=False), Net(), loss_func=CrossEntropyLossFlat())
     learn = compare(make, fits)
     assert not plain(learn)
+
+class Teacher(Callback):
+    "A copy of the model that goes on counting, in an attribute or out of sight"
+    def __init__(self, hidden): self.hidden = hidden
+    def before_fit(self):
+        if 'teach' in vars(self): return
+        copy = deepcopy(self.model)
+        if not self.hidden: self.copy = copy
+        self.teach,self.parts = (lambda x: copy(x)) if self.hidden else (lambda x: self.copy(x)),copy.state_dict
+    def after_loss(self):
+        if self.training: self.learn.loss_grad = self.loss_grad + (self.pred-self.teach(self.x).detach()).pow(2).mean()
+
+@pytest.mark.parametrize('hidden', [False, True])
+def test_a_copy_with_counters_of_its_own(hidden, recorded):
+    "Not in the model, which is asked what its layers are about to do"
+    def make():
+        net = nn.Sequential(nn.Flatten(), nn.Linear(64, 8), RunningBatchNorm1d(8, update_every=3, warmup=10), nn.Linear(8, 4))
+        dls = image_dls(n=9*8, n_valid=2*8, bs=8, shuffle=False)
+        return Learner(dls, net, loss_func=CrossEntropyLossFlat(), opt_func=SGD, cbs=Teacher(hidden))
+    def story(learn):
+        fits(learn)
+        return learn.teacher.parts()
+    compare(make, story, replays=['auto'])

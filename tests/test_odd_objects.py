@@ -152,3 +152,23 @@ def test_random_states_of_the_host_stay_there():
     with warnings.catch_warnings():
         warnings.filterwarnings('error', 'The .grad attribute|The model keeps')
         compare(make, story)
+
+def test_a_view_of_a_parameter_that_is_unfrozen_within_the_step():
+    "As in a GAN's loop: it follows the parameter, and nobody else has given it a graph"
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lin,self.bias = nn.Linear(64, 4, bias=False),nn.Parameter(torch.zeros(4))
+        def forward(self, x): return self.lin(x.flatten(1)) + self.bias.view(1, 4)
+    class Alternates(Callback):
+        def before_batch(self):
+            if not self.training: return
+            self.model.requires_grad_(False)
+            frozen = self.model(self.x).pow(2).mean()
+            for p in self.model.parameters(): p.requires_grad = True
+            self.learn.loss_scale = 1+frozen
+        def after_loss(self):
+            if self.training: self.learn.loss_grad = self.loss_grad*self.loss_scale
+    def make():
+        return Learner(image_dls(n=5*8, n_valid=2*8, bs=8, shuffle=False), Net(), loss_func=CrossEntropyLossFlat(), cbs=Alternates())
+    assert not plain(compare(make, fits))

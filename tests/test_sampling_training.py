@@ -72,6 +72,13 @@ def test_chains_follow_the_learner():
         learn.to_xla().fit(1)
     assert place() == {'xla'} and cd.i == 24 and torch.equal(cd.chains[0][1].cpu(), before)
 
+def test_chains_on_the_cpu_without_a_device_of_the_data():
+    learn = cd_learner()
+    for dl in learn.dls.loaders: dl.device = None   # as `DataLoaders.from_dsets` leaves it
+    with learn.no_logging():
+        for _ in range(2): learn.fit(1)
+    assert learn.contrastive_divergence.i > 8
+
 def test_modes_are_as_before_and_other_batches_are_left_alone():
     learn = cd_learner(n=2*16+5)
     learn.dls[0].drop_last = False

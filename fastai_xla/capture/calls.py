@@ -6,10 +6,10 @@ Docs: https://fastai-xla.github.io/fastai_xla/api/capture.calls.html.md"""
 
 # %% auto #0
 __all__ = ['T', 'P', 'get_version', 'questions', 'hook_calls', 'makers', 'cutting', 'likes', 'shaped_as', 'indexing',
-           'arithmetic_of_ints', 'arithmetic', 'why_draws', 'takes_ints', 'takes_floats', 'number_kinds', 'is_question',
-           'runs_users', 'is_on_xla', 'flags_of', 'flags_of_all', 'changes_flags', 'grad_of', 'why_read', 'call_name',
-           'user_line', 'context_now', 'in_context', 'Node', 'Answer', 'Template', 'End', 'Kind', 'another_call',
-           'node_of', 'Miss', 'changed', 'cure_of']
+           'arithmetic_of_ints', 'arithmetic', 'sets_asked', 'why_draws', 'takes_ints', 'takes_floats', 'number_kinds',
+           'is_question', 'runs_users', 'is_on_xla', 'flags_of', 'flags_of_all', 'changes_flags', 'grad_of', 'why_read',
+           'call_name', 'user_line', 'context_now', 'in_context', 'Node', 'Answer', 'Template', 'End', 'Kind',
+           'another_call', 'node_of', 'Miss', 'changed', 'cure_of']
 
 # %% ../../nbs/api/05k_capture.calls.ipynb #269797f3
 import re, sys
@@ -85,7 +85,7 @@ def runs_users(
 
 def is_on_xla(a): return isinstance(a, T) and is_xla(a)
 
-# %% ../../nbs/api/05k_capture.calls.ipynb #8bb723a5
+# %% ../../nbs/api/05k_capture.calls.ipynb #8bb723a6
 def flags_of(t):
     """Does it require a gradient, is it a leaf, of what shape and type is it?
 
@@ -99,6 +99,7 @@ def flags_of_all(
     "`flags_of` each"
     with torch._C.DisableTorchFunctionSubclass(): return {o: flags_of(t) for o,t in ts.items()}
 
+sets_asked = {T.requires_grad_, T.requires_grad.__set__}   # by hand, and of views as well, whatever the mode
 _sets = {'__setitem__', '__set__', *(n for n in dir(T) if n.startswith('__i') and callable(getattr(T, n)))}
 
 def changes_flags(

@@ -212,8 +212,9 @@ def _turned(self:Log, f, args, kwargs):
     "Tensors of which a call may change what is asked of, by their origins: all where it makes a graph, which views of it have, too"
     if not changes_flags(f, kwargs): return {}
     given = [o for a in pytree.tree_leaves((args, kwargs)) if isinstance(a, T) and (o := self.at.get(id(a))) is not None]
-    all_of = torch.is_grad_enabled() and any(flags and flags[0] for flags in flags_of_all({o: self._object(o) for o in given}).values())
-    return {o: self._object(o) for o in (range(-len(self.outside), len(self.objs)) if all_of else given)}
+    res = {o: self._object(o) for o in given}
+    all_of = f in sets_asked or torch.is_grad_enabled() and any(flags and flags[0] for flags in flags_of_all(res).values())
+    return {o: self._object(o) for o in range(-len(self.outside), len(self.objs))} if all_of else res
 
 # %% ../../nbs/api/05l_capture.log.ipynb #bca16eef
 @patch

@@ -139,8 +139,10 @@ def called(self:Reads,
     self.modules.append(m)
     self._seen.add(id(m))
     of = '' if (seen := id(m._buffers) in self.known) else ', of a module that is no attribute of the model or the loss,'
-    for d in (m._buffers,) if seen else (m._buffers, m._parameters, m._modules):
-        for k in [k for k,v in d.items() if not (v is None or seen and is_xla(v))]: self._read(d, k, None, f'{type(m).__name__}.{k}{of}')
+    found = [(d, k) for d in ((m._buffers,) if seen else (m._buffers, m._parameters, m._modules))
+             for k,v in d.items() if not (v is None or seen and is_xla(v))]
+    found += [(m.__dict__, k) for k,v in m.__dict__.items() if type(v) is int and not seen and hasattr(m, 'step_key')]   # it counts
+    for d,k in found: self._read(d, k, None, f'{type(m).__name__}.{k}{of}')
 
 # %% ../../nbs/api/05f_capture.reads.ipynb #3e3ebd10
 @patch
@@ -212,7 +214,7 @@ def _walk(self:Reads, v, code, path, depth=0):
         if is_library(v.__name__ if isinstance(v, ModuleType) else v.__module__): return
     elif isinstance(v, GetAttr): names = attrs - of_batch | {v._default}
     elif (isinstance(d, dict) and not isinstance(v, FunctionType)
-          and not (isinstance(v, nn.Module) and (id(d) in self.known or hasattr(v, 'step_key')))):
+          and not (isinstance(v, nn.Module) and id(d) in self.known)):
         names = attrs | {k for k,o in d.items() if isinstance(o, _plain)}
     if isinstance(d, dict):
         for k in names & d.keys(): self._read(d, k, code, f'{path}.{k}', v)
@@ -278,9 +280,7 @@ def restore(self:Reads) -> str: # The first such place; empty if there is none
 # %% ../../nbs/api/05f_capture.reads.ipynb #f0f14472
 @patch
 def find_variables(self:Reads):
-    """Add the variables of enclosing functions; the garbage collector knows which functions have them
-
-    Then keep no more than `moved` needs"""
+    "Add the variables of enclosing functions, whose functions the garbage collector knows; then keep no more than `moved` needs"
     self._seen = set()
     codes = [c for c in self.codes if c.co_freevars]
     for f in gc.get_referrers(*codes) if codes else ():

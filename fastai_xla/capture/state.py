@@ -134,8 +134,9 @@ class Places:
             raise Refused(f'{path} is a scripted module, of which Python sees no attributes; train what it was made of', again=False)
         for o in (m._parameters, m._buffers, m._modules): self._items(o, path + '.')
         self.of_modules |= {id(m._parameters), id(m._buffers)}
-        # such a module says itself what a step does with them
-        counters = {k for k,v in m.__dict__.items() if type(v) is int} if hasattr(m, 'step_key') else set()
+        # such a module says itself what a step does with them, and is asked where it is the model's or the loss's
+        asked = hasattr(m, 'step_key') and path.partition('.')[0] in ('model', 'loss')
+        counters = {k for k,v in m.__dict__.items() if type(v) is int} if asked else set()
         self._items(m.__dict__, path + '.', skip=_module_attrs | counters)
 
 # %% ../../nbs/api/05b_capture.state.ipynb #d75156b9

@@ -139,7 +139,8 @@ class Settings:
                       and (numbers or type(v) not in (int, float))]
         self.plain += [(learn.__dict__, k) for k,v in sorted(learn.__dict__.items(), key=itemgetter(0))
                        if k not in of_batch and k != 'create_mbar' and (v is None or type(v) in (bool, str))]
-        self.lists = [(d, k) for d,k,v,_ in own if isinstance(v, (list, partial)) and _all_plain(v) or isinstance(v, tuple) and not _fixed(v)]
+        self.lists = [(d, k) for d,k,v,_ in own
+                      if isinstance(v, (list, partial)) and _all_plain(v) or isinstance(v, tuple) and not _fixed(v)]
         self.others = [(d, k) for d,k,v,_ in own if not _all_plain(v) and _is_object(v)]
         self.alive = [d[k] for d,k in self.others]
 

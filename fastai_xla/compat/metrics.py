@@ -37,7 +37,8 @@ def _overlap(learn, axis, classes):
 @patch(stands_in=True)
 def accumulate(self:Dice, learn):
     if not is_xla(learn.pred): return self._under_accumulate(learn)
-    self._counts.append(_overlap(learn, self.axis, torch.ones(1, device=learn.pred.device)))
+    pred,targ = learn.pred.argmax(dim=self.axis).flatten(),learn.y.flatten()
+    self._counts.append(torch.stack([(pred*targ).float().sum(), (pred+targ).float().sum()])[None])   # of numbers of classes, as fastai's
 
 @patch(stands_in=True)
 def accumulate(self:DiceMulti, learn):

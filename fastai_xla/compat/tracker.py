@@ -33,6 +33,7 @@ def _look_at(cb, n, read):
 
 def _end(cb):
     if cb.__dict__.get('_losses'): _look_at(cb, len(cb._losses), fetch)
+    cb.__dict__.pop('_losses', None)
 
 # %% ../../nbs/api/04e_compat.tracker.ipynb #039f6e2f
 @patch
@@ -59,5 +60,6 @@ def after_validate(self:TerminateOnNaNCallback):
 def after_batch(self:TerminateOnNaNCallback):
     "Test if `last_loss` is NaN and interrupts training."
     if not is_xla(self.loss): return self._under_after_batch()
+    if '_losses' not in vars(self): _begin(self)   # another callback has added it within the fit
     self._losses.append(self.loss.detach())
     if self._look.due(): _look_at(self, len(self._losses)-1, self._look.fetch)   # this batch's may not be computed yet
