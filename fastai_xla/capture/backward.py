@@ -72,12 +72,14 @@ def _class_reads(cls, seen):
     fs = cls.forward,cls.backward,*_helpers(cls).values()
     return first(filter(None, (_function_reads(f, cls, (*seen, cls)) for f in fs))) or ''
 
+def _runs_others(cls): return 'checkpoint' in cls.__module__ or cls is torch.nn.modules._functions.BackwardHookFunction
+
 @functools.cache
 def looks_outside(
     cls, # `torch.autograd.Function`
 ) -> str: # Empty if nothing
     "What its code reads beside its arguments"
-    if is_known(cls): return 'code of the user runs in the backward pass, as with checkpoints' if 'checkpoint' in cls.__module__ else ''
+    if is_known(cls): return 'code of the user runs in the backward pass, as with checkpoints' if _runs_others(cls) else ''
     return _class_reads(cls, ())
 
 @functools.cache
