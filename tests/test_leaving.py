@@ -150,30 +150,27 @@ class Spoil(Callback):
     def after_loss(self):
         if self.train_iter == 11: self.learn.loss_grad = self.loss_grad*float('nan'); self.learn.loss = self.loss_grad.clone()
 
-@pytest.mark.parametrize('every', [1e9, 0.])
-def test_terminate_on_nan(every, tmp_path, monkeypatch):
-    "The records end where fastai's end, however seldom the device is asked"
-    import fastai_xla.transfer as transfer
-    monkeypatch.setattr(transfer, 'look_every', every)
+def ends_as_fastai(cb, tmp_path):
     ends = []
     for xla in (False, True):
-        learn = quiet(path=tmp_path, cbs=[Spoil(), TerminateOnNaNCallback()])
+        learn = quiet(path=tmp_path, cbs=[Spoil(), cb()])
         if xla: learn.to_xla()
         with learn.no_logging(): learn.fit(3)
         ends.append((len(learn.recorder.losses), len(learn.recorder.lrs), len(learn.recorder.values)))
     assert ends[0] == ends[1] == (11, 11, 1)
 
+@pytest.mark.parametrize('every', [1e9, 0.])
+def test_terminate_on_nan(every, tmp_path, monkeypatch):
+    "The records end where fastai's end, however seldom the device is asked"
+    import fastai_xla.transfer as transfer
+    monkeypatch.setattr(transfer, 'look_every', every)
+    ends_as_fastai(TerminateOnNaNCallback, tmp_path)
+
 def test_nan_where_the_callback_comes_within_the_fit(tmp_path):
     class Adds(Callback):
         def after_batch(self):
             if self.training and self.train_iter == 3: self.learn.add_cb(TerminateOnNaNCallback())
-    ends = []
-    for xla in (False, True):
-        learn = quiet(path=tmp_path, cbs=[Spoil(), Adds()])
-        if xla: learn.to_xla()
-        with learn.no_logging(): learn.fit(3)
-        ends.append((len(learn.recorder.losses), len(learn.recorder.lrs), len(learn.recorder.values)))
-    assert ends[0] == ends[1] == (11, 11, 1)
+    ends_as_fastai(Adds, tmp_path)
 
 @pytest.mark.parametrize('event,ex', [('after_pred', KeyboardInterrupt), ('after_pred', ValueError), ('before_step', ValueError),
                                       ('after_batch', KeyboardInterrupt), ('after_epoch', ValueError)])
