@@ -74,7 +74,7 @@ def test_chains_follow_the_learner():
 
 def test_chains_on_the_cpu_without_a_device_of_the_data():
     learn = cd_learner()
-    for dl in learn.dls.loaders: dl.device = None   # as `DataLoaders.from_dsets` leaves it
+    learn.dls._device = None   # as `DataLoaders.from_dsets` leaves it
     with learn.no_logging():
         for _ in range(2): learn.fit(1)
     assert learn.contrastive_divergence.i > 8

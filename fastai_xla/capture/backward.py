@@ -79,7 +79,7 @@ def looks_outside(
     cls, # `torch.autograd.Function`
 ) -> str: # Empty if nothing
     "What its code reads beside its arguments"
-    if is_known(cls): return 'code of the user runs in the backward pass, as with checkpoints' if _runs_others(cls) else ''
+    if is_known(cls): return 'code of the user runs in the backward pass, as with checkpoints and hooks' if _runs_others(cls) else ''
     return _class_reads(cls, ())
 
 @functools.cache

@@ -6,10 +6,10 @@ Docs: https://fastai-xla.github.io/fastai_xla/api/capture.calls.html.md"""
 
 # %% auto #0
 __all__ = ['T', 'P', 'get_version', 'questions', 'hook_calls', 'makers', 'cutting', 'likes', 'shaped_as', 'indexing',
-           'arithmetic_of_ints', 'arithmetic', 'sets_asked', 'why_draws', 'takes_ints', 'takes_floats', 'number_kinds',
-           'is_question', 'runs_users', 'is_on_xla', 'flags_of', 'flags_of_all', 'changes_flags', 'grad_of', 'why_read',
-           'call_name', 'user_line', 'context_now', 'in_context', 'Node', 'Answer', 'Template', 'End', 'Kind',
-           'another_call', 'node_of', 'Miss', 'changed', 'cure_of']
+           'arithmetic_of_ints', 'arithmetic', 'sets_requires_grad', 'why_draws', 'takes_ints', 'takes_floats',
+           'number_kinds', 'is_question', 'runs_users', 'is_on_xla', 'flags_of', 'flags_of_all', 'changes_flags',
+           'grad_of', 'why_read', 'call_name', 'user_line', 'context_now', 'in_context', 'Node', 'Answer', 'Template',
+           'End', 'Kind', 'another_call', 'node_of', 'Miss', 'changed', 'cure_of']
 
 # %% ../../nbs/api/05k_capture.calls.ipynb #269797f3
 import re, sys
@@ -99,17 +99,18 @@ def flags_of_all(
     "`flags_of` each"
     with torch._C.DisableTorchFunctionSubclass(): return {o: flags_of(t) for o,t in ts.items()}
 
-sets_asked = {T.requires_grad_, T.requires_grad.__set__}   # by hand, and of views as well, whatever the mode
+sets_requires_grad = {T.requires_grad_, T.requires_grad.__set__}   # of views as well, also within `no_grad`
 _sets = {'__setitem__', '__set__', *(n for n in dir(T) if n.startswith('__i') and callable(getattr(T, n)))}
 
 def changes_flags(
     f, # Function
     kwargs:dict, # Its keyword arguments
 ) -> bool:
-    "Does it change a tensor?"
+    "May it change what is asked of a tensor, as calls in place do?"
     name = getattr(f, '__name__', '')
     return name in _sets or 'out' in kwargs or name.endswith('_') and not name.endswith('__')
 
+# %% ../../nbs/api/05k_capture.calls.ipynb #8bb723a7
 def grad_of(
     t:torch.Tensor, # A result
 ) -> torch.Tensor|None:

@@ -151,7 +151,7 @@ def call(self:Log,
         self._give_up(self._difference(f, key))
         new = self.outside[before[2]:]   # the first calls of a new path are checked as those of a first step
         if new and any(pending(new)): self.refuse(f"{call_name(f)} at {user_line()} is given a tensor that was made where nobody saw it")
-    may_turn = self._turned(f, args, kwargs)
+    may_turn = self._may_turn(f, args, kwargs)
     reads,flags,rng = n_reads() if saw else 0,flags_of_all(may_turn),rng_state()
     r = self._run(f, self._real(args), self._real(kwargs), before)
     turned = [(o, flag) for o,flag in flags_of_all(may_turn).items() if flag and flags.get(o) != flag]
@@ -208,12 +208,12 @@ def _watched(self:Log, f, args, kwargs):
     return r
 
 @patch
-def _turned(self:Log, f, args, kwargs):
+def _may_turn(self:Log, f, args, kwargs):
     "Tensors of which a call may change what is asked of, by their origins: all where it makes a graph, which views of it have, too"
     if not changes_flags(f, kwargs): return {}
     given = [o for a in pytree.tree_leaves((args, kwargs)) if isinstance(a, T) and (o := self.at.get(id(a))) is not None]
     res = {o: self._object(o) for o in given}
-    all_of = f in sets_asked or torch.is_grad_enabled() and any(flags and flags[0] for flags in flags_of_all(res).values())
+    all_of = f in sets_requires_grad or torch.is_grad_enabled() and any(flags and flags[0] for flags in flags_of_all(res).values())
     return {o: self._object(o) for o in range(-len(self.outside), len(self.objs))} if all_of else res
 
 # %% ../../nbs/api/05l_capture.log.ipynb #bca16eef
