@@ -15,7 +15,7 @@ from fastcore.all import *
 
 from .events import *
 from .events import _is_own
-from .reach import *
+from .makers import *
 
 # %% ../nbs/api/06aad_chance.ipynb #89a1184f
 _draws = {*'''random randrange randint uniform gauss choice choices sample shuffle rand randn normal permutation randperm beta betavariate

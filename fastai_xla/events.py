@@ -10,7 +10,7 @@ __all__ = ['in_step', 'outside_step', 'of_batches', 'cancels', 'hears_all', 'act
            'cuts_short', 'gives_targets', 'reads_grads', 'sees_metrics', 'may_see']
 
 # %% ../nbs/api/06a_events.ipynb #48c937e5
-import sys
+import gc, sys
 from collections import deque
 from functools import cache, partial
 from types import BuiltinFunctionType, FunctionType, MethodType, MethodWrapperType, ModuleType, NoneType
@@ -29,6 +29,7 @@ from fastai.metrics import LossMetric
 from .runtime import is_xla
 from .capture.effects import is_library
 from .capture.functions import functions_in, names_in, rewrites
+from .capture.functions import _cached, _function
 
 # %% ../nbs/api/06a_events.ipynb #30a3a45f
 in_step = 'after_pred after_loss before_backward after_cancel_backward after_backward before_step after_cancel_step after_step'.split()
@@ -82,7 +83,7 @@ def _may_differ(o, named):
 
 # %% ../nbs/api/06a_events.ipynb #5e1a0c02
 _bound = BuiltinFunctionType, MethodWrapperType   # of an object, or of a module
-_functions = FunctionType, MethodType, partial   # no other is asked for attributes that it may not have
+_functions = FunctionType, MethodType, partial, _cached   # no other is asked for attributes that it may not have
 _most = 2000   # objects that are looked at
 
 @cache
@@ -94,10 +95,16 @@ def slots_of(
 
 def _is_table(o): return type(o).__module__.partition('.')[0] in ('pandas', 'polars', 'pyarrow', 'scipy', 'sklearn', 'matplotlib', 'PIL')
 
+def _results(f):
+    "What a function with `lru_cache` has kept, as the one object that it makes"
+    kept = [v for d in gc.get_referents(f) if type(d) is dict for v in d.values()]
+    return [r for v in kept for r in (gc.get_referents(v) if type(v).__name__ == '_lru_list_elem' else [v])]
+
 def _parts(o):
     if isinstance(o, dict): return [*list(o.values())[:50], *(k for k in list(o)[:50] if hasattr(k, '__dict__'))]
     if isinstance(o, ref): return [o()]
     if isinstance(o, partial): return [o.func, *o.args, *o.keywords.values()]
+    if isinstance(o, _cached): return _results(o)
     if type(o) in (list, tuple, set, deque, L): return list(o)[:10]   # those of `TfmdLists` would be made
     if _is_table(o): return []
     if isinstance(o, _bound): return [o.__self__]   # as `d.__setitem__`
@@ -173,9 +180,9 @@ def _is_users(o):
     return not is_library(module) and 'site-packages' not in file
 
 def _methods(o, names):
-    "Functions of the user's that `o` has under one of `names`, in its class or by itself"
+    "Functions of the user's that `o` has under one of `names`, in its class or by itself, also of properties"
     own = getattr(o, '__dict__', {})
-    fs = [f for n in names if isinstance(f := own.get(n, getattr(type(o), n, None)), _functions)]
+    fs = [f for n in names if isinstance(f := _function(own.get(n, getattr(type(o), n, None))), _functions)]
     return [(f, type(o)) for f in fs if _is_own(getattr(f, 'func', f))]
 
 def _to_run(o, names):
@@ -183,9 +190,17 @@ def _to_run(o, names):
     if isinstance(o, _functions): return [(o, object)] if _is_own(getattr(o, 'func', o)) else []
     return _methods(o, names) if _is_users(type(o)) else []
 
+def _named_of(learn, names):
+    "What code reaches by a learner under `names`: itself, callbacks, the model and the loss"
+    if learn is None: return []
+    cbs = [cb for cb in learn.cbs if cb.name in names or 'cbs' in names]
+    roots = [o for n in ('model', 'loss_func') if n in names and isinstance(o := getattr(learn, n), nn.Module)]
+    return [learn, *cbs, *(m for o in roots for m in o.modules())]
+
 def run_by(
     todo:list, # Functions, each with the class whose methods it may call
     own:list, # What they can reach: attributes of who has them
+    learn:Learner|None=None, # Whose methods they may call, too
 ) -> tuple: # Functions, each with the names in it; objects
     "What functions run, also as methods of objects that are among `own` or named; and all these objects"
     todo = [*todo, *((v, object) for v in own if isinstance(v, _functions))]
@@ -195,7 +210,9 @@ def run_by(
         found += [o for f,cls in todo for o in functions_in(f, cls)]
         held = own + [o for _,named in found for os in named.values() for o in os]
         names = {'__call__', *(n for _,named in found for n in named)}
-        todo = [m for o,_ in _walk(held) for m in _to_run(o, names)]
+        others = _named_of(learn, names)
+        held = held + [v for o in others for v in _own(o).values() if isinstance(o, Callback)]
+        todo = [m for o,_ in _walk(held) for m in _to_run(o, names)] + [m for o in others for m in _methods(o, names)]
         todo = [m for m in dict.fromkeys(todo) if m not in seen]
     return found,held
 
@@ -206,7 +223,7 @@ def run_after(
     cb, # Callback with an `after_batch`
 ) -> tuple: # Functions, each with the names in it; what the callback holds or they name
     "What `after_batch` runs, also as methods of objects that the callback holds or names"
-    return run_by([(cb.after_batch, type(cb))], list(_own(cb).values()))
+    return run_by([(cb.after_batch, type(cb))], list(_own(cb).values()), vars(cb).get('learn'))
 
 def run_within(
     cb, # Callback
@@ -214,7 +231,7 @@ def run_within(
     "What its events within a step run, also as methods of objects that they name"
     todo = [(f, type(cb)) for n in in_step if (f := vars(cb).get(n, getattr(type(cb), n, None)))]
     names = {n for f,cls in todo for n in names_in(f, cls)}
-    return run_by(todo, [v for k,v in _own(cb).items() if k in names])[0]
+    return run_by(todo, [v for k,v in _own(cb).items() if k in names], vars(cb).get('learn'))[0]
 
 # %% ../nbs/api/06a_events.ipynb #06a0d001
 def names_after(

@@ -144,9 +144,10 @@ def _due(self:RunningBatchNorm, seen, step): return seen < self.warmup or step %
 @patch
 def step_key(self:RunningBatchNorm,
     *sizes:int, # Batch sizes of all forward passes in the step but the last, if it has several
-) -> tuple: # For each forward pass: will it compute statistics?
+) -> tuple: # For each forward pass: will it compute statistics? With `update_every=1` one for all
     "The branches that the next training step will take"
-    return tuple(self.update_every == 1 or self._due(seen, self.step+i) for i,seen in enumerate(accumulate([self.seen, *sizes])))
+    if self.update_every == 1: return ('always',)   # which counts nothing
+    return tuple(self._due(seen, self.step+i) for i,seen in enumerate(accumulate([self.seen, *sizes])))
 
 @patch
 @torch._disable_dynamo   # a compiled graph would recompile for each value of the counters

@@ -30,6 +30,7 @@ from .learner_step import *
 from .learner_step import _looks
 from .replay import *
 from .unknown import own_batch
+from .makers import *
 from .reach import *
 from .chance import *
 from .patching import patch
@@ -44,7 +45,8 @@ class Order:
         self.reached,self.act = reaches_items(learn, makers),items_act(learn, makers)
         self.draws,self.asks = may_draw(makers),_ask_model(learn, makers)
         self.users = any(_is_users(getattr(f, 'func', f)) for _,named in makers for f,_ in named)   # code that makes items
-        (in_turn.add if self.reached or self.act or self.asks or self.draws else in_turn.discard)(learn.dl)
+        bound = any(of_thread(o) for o,_ in makers)
+        (in_turn.add if self.reached or self.act or self.asks or self.draws or bound else in_turn.discard)(learn.dl)
 
 def _ask_model(learn, makers):
     "Does what makes items hold or name a part of the model?"

@@ -1,6 +1,6 @@
 "Making an item changes what a step looks at: batches are read in turn, as fastai reads them"
 from order_of_steps import *
-from fastai_xla.reach import items_act, makers_of
+from fastai_xla.makers import items_act, makers_of
 
 class Setting: w = 1.
 class Sets(Items):

@@ -203,7 +203,7 @@ def test_counting_without_running():
         test_eq(b.advance(n), key)
         test_eq(torch.equal(before, a.running_mean), not key)
     test_eq((a.seen, a.step), (b.seen, b.step))
-    test_eq(RunningBatchNorm1d(3).step_key(), (True,))
+    test_eq(RunningBatchNorm1d(3).step_key(), ('always',))
 
 def test_average_of_all_batches():
     "`torch.optim.swa_utils.update_bn` asks a norm layer to forget, and then to weigh all batches alike"

@@ -34,3 +34,22 @@ def test_the_order_of_layers(cbs):
         del learn.model.act, learn.model.last
         for n,m in (('last', last), ('act', act)) if on else (('act', act), ('last', last)): setattr(learn.model, n, m)
     check(net, to, *cbs)
+
+def normed(**kwargs):
+    return nn.Sequential(nn.Conv2d(1, 4, 3), RunningBatchNorm2d(4, **kwargs), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 4))
+
+@pytest.mark.parametrize('name,value', [('momentum', .9), ('eps', .5), ('update_every', 3)])
+@pytest.mark.parametrize('cbs', [[], [Doubles()]], ids=['libraries', 'users'])
+def test_settings_of_running_batchnorm(cbs, name, value):
+    was = getattr(normed()[1], name)
+    def to(learn, on): setattr(learn.model[1], name, value if on else was)
+    check(partial(normed, warmup=40), to, *cbs)
+
+def test_momentum_of_running_batchnorm_between_fits():
+    learn = Learner(long_dls(), normed(), loss_func=CrossEntropyLossFlat()).to_xla(replay=True)
+    with learn.no_bar(), learn.no_logging(), warnings.catch_warnings():
+        warnings.simplefilter('error')   # an audit would tell of batches with an old value
+        learn.fit(1)
+        learn.model[1].momentum = .5
+        learn.fit(1)
+    assert not learn.xla_opt.replay.fit.plain

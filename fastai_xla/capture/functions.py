@@ -8,8 +8,8 @@ Docs: https://fastai-xla.github.io/fastai_xla/api/capture.functions.html.md"""
 __all__ = ['rewrites', 'with_inner', 'functions_in', 'names_in']
 
 # %% ../../nbs/api/05db_capture.functions.ipynb #05db0003
-import dis, functools
-from types import CellType, CodeType, FunctionType, MethodType
+import dis, functools, sys
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 
 from .effects import is_library
 
@@ -26,7 +26,8 @@ def rewrites(
     return not names.isdisjoint(found)
 
 # %% ../../nbs/api/05db_capture.functions.ipynb #9b2d4c03
-_functions = FunctionType, MethodType, staticmethod, classmethod, functools.partial
+_cached = type(functools.lru_cache(len))
+_functions = FunctionType, MethodType, staticmethod, classmethod, functools.partial, _cached
 
 def with_inner(
     code, # Code of a function
@@ -61,7 +62,28 @@ def _named_functions(named):
 def _under(f):
     "The function under a method or a `partial`. An object of the user's is not asked: it may find, or raise, anything"
     if isinstance(f, (MethodType, staticmethod, classmethod)): return f.__func__
+    if isinstance(f, _cached): return f.__wrapped__
     return f.func if isinstance(f, _holders) else f
+
+def _own_module(o): return isinstance(o, ModuleType) and not is_library(o.__name__) and 'site-packages' not in (getattr(o, '__file__', None) or '')
+
+@functools.lru_cache(4096)
+def _imports(code):
+    "Names of modules that the code, and the functions made in it, import from elsewhere than libraries"
+    found = {i.argval for c in with_inner(code) for i in dis.get_instructions(c) if i.opname == 'IMPORT_NAME'}
+    return [n for n in found if not is_library(n)]
+
+def _modules_in(f, outer, names):
+    "The user's modules that code names or imports, and those in them that it names, as `b` of `a.b.f`"
+    package = f.__globals__.get('__package__')
+    imported = [sys.modules.get(n, sys.modules.get(f'{package}.{n}'.rstrip('.'))) for n in _imports(f.__code__)]
+    todo,found = [*outer.values(), *imported],[]
+    while todo:
+        m = todo.pop()
+        if not _own_module(m) or m in found: continue
+        found.append(m)
+        todo += [vars(m)[n] for n in names if n in vars(m)]
+    return found
 
 def functions_in(
     f, # Function
@@ -77,7 +99,8 @@ def functions_in(
         outer = {n: c.cell_contents for n,c in zip(f.__code__.co_freevars, f.__closure__ or ()) if c != CellType()}
         named = set().union(*map(_names, with_inner(f.__code__)))
         outer |= {n: f.__globals__[n] for n in _global_names(f.__code__) if n in f.__globals__}
-        named = {n: [d[n] for d in (outer, *map(vars, cls.__mro__)) if n in d] for n in named}
+        spaces = [outer, *map(vars, _modules_in(f, outer, named)), *map(vars, cls.__mro__)]
+        named = {n: [d[n] for d in spaces if n in d] for n in named}
         yield f,named
         todo += _named_functions(named)
 

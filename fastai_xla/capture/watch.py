@@ -8,7 +8,7 @@ Docs: https://fastai-xla.github.io/fastai_xla/api/capture.watch.html.md"""
 __all__ = ['of_batch', 'LibraryCode', 'Watch', 'same', 'Settings']
 
 # %% ../../nbs/api/05e_capture.watch.ipynb #642cea7a
-from functools import partial
+from functools import cache, partial
 from operator import is_, itemgetter
 from types import FunctionType, ModuleType
 
@@ -20,6 +20,7 @@ from ..runtime import *
 from ..cleared import *
 from .effects import is_library, is_library_name
 from .functions import with_inner
+from .names import code_names
 from .state import content
 
 # %% ../../nbs/api/05e_capture.watch.ipynb #05e0c0d2
@@ -72,6 +73,13 @@ def _all_plain(v):
             or isinstance(v, dict) and _all_plain(list(v.values())) or isinstance(v, partial) and _all_plain([*v.args, v.keywords]))
 def _fixed(v): return not isinstance(v, (list, dict, partial)) and (not isinstance(v, tuple) or all(map(_fixed, v)))
 def _type(v): return (type(v), *map(type, v)) if isinstance(v, (tuple, list)) and len(v) < 100 else type(v)
+
+@cache
+def _counted(cls):
+    "Attributes of which the `step_key` of a module tells, as counters"
+    key = getattr(cls, 'step_key', None)
+    return code_names(key.__code__).attrs if hasattr(key, '__code__') else ()
+
 def _is_object(v): return not isinstance(v, (torch.Tensor, dict, list, tuple))
 
 # %% ../../nbs/api/05e_capture.watch.ipynb #28fd6636
@@ -82,8 +90,7 @@ class Watch:
     ):
         self.roots,ms = modules,list(dict.fromkeys(m for o in modules for m in o.modules()))
         self.keyed = [m for m in ms if hasattr(m, 'step_key')]
-        own = [(m.__dict__, k, v) for m in ms
-               for k,v in m.__dict__.items() if k not in _base_attrs and (k == 'training' or m not in self.keyed)]
+        own = [(m.__dict__, k, v) for m in ms for k,v in m.__dict__.items() if k not in _base_attrs and k not in _counted(type(m))]
         self.dicts = [m.__dict__ for m in ms]
         self.values = [(d, k) for d,k,v in own if _all_plain(v) and _fixed(v)]
         self.lists = [(d, k) for d,k,v in own if _all_plain(v) and not _fixed(v)]
