@@ -142,6 +142,7 @@ def look(self:LearnerStep,
     "Find the callbacks and metrics that are part of the step, and the attributes on which they may branch"
     learn,raws = self.learn,self.batch.raws
     now = (learn.training, self.late, learn.iter == 0, raws is None, raws and _ident(raws[0].tfm),
+           getattr(learn.__dict__.get('recorder'), 'train_metrics', None),
            len(learn.yb), self.cbs, id(learn.loss_func), [(id(m), m in on_host) for m in learn.metrics])
     if now == self.looked and learn.iter and not again: return
     self.looked = now
@@ -169,6 +170,20 @@ def tfm_parts(self:LearnerStep):
     "Attributes of what the batch transforms are made of, as the `fs` of a `LightingTfm`"
     lists = [v for f in self.tfms() if hasattr(f, '__dict__') for v in vars(f).values() if isinstance(v, (list, tuple, L))]
     return [vars(o) for v in lists for o in v if hasattr(o, '__dict__') and not isinstance(o, (nn.Module, torch.Tensor, type))]
+
+@patch
+def library_code(self:LearnerStep) -> list: # Of a class, names of its methods, functions
+    "What of libraries' code runs in the step beside its modules, as far as it is a library's"
+    learn,parts = self.learn,self.parts
+    def own(fs): return tuple(getattr(f, 'func', f) for f in fs)
+    res = [(type(learn), _of_learner, ())] + [(type(cb), ('before_batch', *in_step), ()) for cb in parts.actors]
+    res += [(type(m), ('accumulate', 'value'), own([m])) for m in (*parts.mets, *parts.keeping)]
+    loss = loss_of(learn)
+    res += [(type(loss), ('__call__',), own([loss]))]
+    res += [(type(o), ('step', 'zero_grad'), own(getattr(o, 'cbs', ()))) for o in self.optimizers()]
+    return res + [(type(f), ('__call__', 'before_call'), ()) for f in self.tfms()]
+
+_of_learner = tuple('_do_one_batch _do_grad_opt _backward _step _split'.split())
 
 def _ident(o): return (id(o.__self__), id(o.__func__)) if isinstance(o, MethodType) else id(o)   # a bound method is another one each time
 

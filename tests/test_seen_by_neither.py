@@ -1,5 +1,6 @@
 "What changes for some batches only, after the first audits: of a library's code, and in the user's hands"
 from collections import OrderedDict
+import fastai.optimizer
 from on_both import *
 
 def long_dls(): return image_dls(n=18*8, n_valid=2*8, bs=8, shuffle=False)
@@ -53,3 +54,28 @@ def test_momentum_of_running_batchnorm_between_fits():
         learn.model[1].momentum = .5
         learn.fit(1)
     assert not learn.xla_opt.replay.fit.plain
+
+# Functions of libraries that a user replaces for some batches
+
+def halved(f): return lambda *args, **kwargs: f(*args, **kwargs)*.5
+def clips(f): return lambda self: nn.utils.clip_grad_norm_(self.parameters(), 1e-3)
+def clips_more(f): return lambda ps, *args, **kwargs: f(ps, 1e-3)
+def doubled(f): return lambda self, *args, **kwargs: f(self*2, *args, **kwargs)
+
+replaced = dict(method=(GradientClip, 'before_step', clips), called_by_it=(nn.utils, 'clip_grad_norm_', clips_more),
+    of_the_optimizer=(fastai.optimizer, 'debias', halved), of_tensors=(torch.Tensor, 'flatten', doubled))
+
+@pytest.mark.parametrize('case', replaced)
+def test_functions_of_libraries(case, monkeypatch):
+    owner,name,other = replaced[case]
+    was = getattr(owner, name)
+    def to(learn, on):
+        if on: monkeypatch.setattr(owner, name, other(was))
+        else: monkeypatch.undo()
+    check(lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 4)), to, GradientClip(.01))
+
+def test_metrics_in_training_are_turned_on_within_an_epoch():
+    def to(learn, on): learn.recorder.train_metrics = on
+    for there in (noop, Learner.to_xla):   # nothing has reset them
+        learn = there(Learner(long_dls(), mlp(), loss_func=CrossEntropyLossFlat(), metrics=accuracy, cbs=Turns(to)))
+        with learn.no_bar(), learn.no_logging(), pytest.raises(AttributeError, match='total'): learn.fit(1)

@@ -24,28 +24,39 @@ from .names import code_names
 from .state import content
 
 # %% ../../nbs/api/05e_capture.watch.ipynb #05e0c0d2
-def _reached_from(cls):
-    "Where the functions stand that `forward` of a library's class reaches: id -> dict, names"
-    todo,seen,res = [getattr(cls, 'forward', None)],set(),{}
+def _modules(f, names):
+    "Modules that the code of `f` names, also in each other, as `nn.utils`"
+    todo,found = [f.__globals__.get(n) for n in names],[]
+    while todo:
+        m = todo.pop()
+        if not isinstance(m, ModuleType) or m in found: continue
+        found.append(m)
+        todo += [vars(m)[n] for n in names if isinstance(vars(m).get(n), ModuleType)]
+    return found
+
+def _reached_from(fs, cls, most):
+    "Where functions stand that these of a library reach, methods of `cls`, by up to `most` calls: id -> dict, names"
+    todo,seen,res = [(f, 0) for f in fs],set(),{}
     root,methods = cls.__module__.partition('.')[0],[(id(c), vars(c)) for c in cls.__mro__ if c not in (nn.Module, object)]
     while todo:
-        f = todo.pop()
+        f,depth = todo.pop()
         f = getattr(f, '__func__', getattr(f, 'fget', f))
-        if not isinstance(f, FunctionType) or f in seen: continue
+        if not isinstance(f, FunctionType) or f in seen or depth > most: continue
         module = f.__module__ or ''   # a function that `exec` has made may have none
         if not is_library(module) and module.partition('.')[0] != root: continue
         seen.add(f)
         names = {n for c in with_inner(f.__code__) for n in c.co_names}
-        modules = [vars(o) for n in names if isinstance(o := f.__globals__.get(n), ModuleType)]
-        for i,d in [*methods, *((id(d), d) for d in (f.__globals__, *modules))]:
+        tensors = {n for n in names if hasattr(torch.Tensor, n)}   # a user may put another there
+        res.setdefault(id(torch.Tensor), (vars(torch.Tensor), set()))[1].update(tensors)
+        for i,d in [*methods, *((id(d), d) for d in (f.__globals__, *map(vars, _modules(f, names))))]:
             found = {n for n in names if n in d and (callable(d[n]) or isinstance(d[n], property))}
             if found: res.setdefault(i, (d, set()))[1].update(found)
-            todo += [d[n] for n in found]
+            todo += [(d[n], depth+1) for n in found]
     return res
 
 class LibraryCode:
-    "The functions that `forward` of some classes reaches, as far as libraries have written them"
-    def __init__(self): self.classes,self.places = {},{}
+    "The functions that methods of some classes reach, by default `forward`, as far as libraries have written them"
+    def __init__(self): self.classes,self.places,self.others = {},{},set()
 
     def add(self,
         classes, # Of modules
@@ -53,8 +64,24 @@ class LibraryCode:
         "Watch these as well"
         new = [c for c in classes if c not in self.classes]
         self.classes.update(dict.fromkeys(new))
-        for c in [c for c in new if is_library_name(c.__module__)]:
-            for i,(d,names) in _reached_from(c).items(): self.places[i] = d,sorted({*names, *self.places.get(i, (d, ()))[1]})
+        for c in [c for c in new if is_library_name(c.__module__)]: self._put([getattr(c, 'forward', None)], c, 100)
+
+    def add_methods(self,
+        cls:type, # Any class
+        names:tuple, # Of its methods
+        more=(), # Functions
+    ):
+        "Watch these of a class, and functions, as well"
+        if (cls, names, more) in self.others: return
+        self.others.add((cls, names, more))
+        if not is_library_name(cls.__module__): return
+        self._put([*(getattr(cls, n, None) for n in names), *more], cls, 1)
+        for c in cls.__mro__: self._note(id(c), vars(c), {n for n in names if c is cls or n in vars(c)})
+
+    def _put(self, fs, cls, most):
+        for i,(d,names) in _reached_from(fs, cls, most).items(): self._note(i, d, names)
+
+    def _note(self, i, d, names): self.places[i] = d,sorted({*names, *self.places.get(i, (d, ()))[1]})
 
     def now(self) -> list: # To be compared by identity
         "The functions"
