@@ -270,7 +270,7 @@ class Attends(nn.Module):
     "As of the annotated transformer: `self` is a variable of the comprehension, and an argument"
     def __init__(self):
         super().__init__()
-        self.layers,self.by,self.attn = nn.ModuleList([nn.Linear(6, 4), nn.Linear(6, 4)]),2.,torch.zeros(16, 16)
+        self.layers,self.by,self.attn = nn.ModuleList([nn.Linear(6, 4, bias=False), nn.Linear(6, 4, bias=False)]),2.,torch.zeros(16, 16)
     def forward(self, x):
         q,k = [l(x)/self.by for l in self.layers]
         self.attn = (q @ k.T).softmax(-1)
