@@ -195,7 +195,7 @@ def _named_of(learn, names):
     if learn is None: return []
     cbs = [cb for cb in learn.cbs if cb.name in names or 'cbs' in names]
     roots = [o for n in ('model', 'loss_func') if n in names and isinstance(o := getattr(learn, n), nn.Module)]
-    return [learn, *cbs, *(m for o in roots for m in o.modules())]
+    return [learn, *cbs, *(m for o in roots for m in o.modules() if _is_users(type(m)))]
 
 def run_by(
     todo:list, # Functions, each with the class whose methods it may call

@@ -8,12 +8,15 @@ Docs: https://fastai-xla.github.io/fastai_xla/api/makers.html.md"""
 __all__ = ['makers_of', 'reaches_items', 'items_act']
 
 # %% ../nbs/api/06aaca_makers.ipynb #06aaca03
+from pathlib import Path
+from types import FunctionType
+
 from fastcore.all import *
 from fastai.callback.core import Callback
 from fastai.learner import Learner
 
 from .capture.effects import is_library
-from .capture.functions import functions_in
+from .capture.functions import functions_in, with_inner
 from .capture.known import is_known
 from .capture.names import code_names
 from .capture.stores import *
@@ -35,7 +38,7 @@ def makers_of(
 ) -> list: # Each with its functions, the names in them and what they may be
     "The objects that the items and batches of `dl` are made of and by: a look of a millisecond or two, so one for a pass"
     found = list(_walk(_makers(dl)))
-    own = [(f, type(o)) for o,named in found for f,_ in named if _is_own(getattr(f, 'func', f))]
+    own = [(f, type(o)) for o,named in found for f,_ in named if _is_users(getattr(f, 'func', f))]
     if not own: return found
     code,held = run_by(own, [o for o,_ in found])   # also by methods of what they hold
     return [*_walk(held), *((f, [(f, named)]) for f,named in code)]
@@ -56,15 +59,23 @@ def _run_between(learn):
     "Functions of the user's that run where batches are done, each with the names in it: those of callbacks, and others"
     os = _running_in(learn)
     by_cbs = [f for cb in os if isinstance(cb, Callback) for f in run_by(_own_code(cb), list(_own(cb).values()), learn)[0]]
-    others = [o for o in os if not isinstance(o, Callback)]
+    others = [o for o in os if not isinstance(o, Callback) and _is_users(o if isinstance(o, FunctionType) else type(o))]
     own = dict.fromkeys(f for o in others for f in _own_code(o))
     by_others = run_by([*own], [v for o in others for v in _attributes(o)], learn)[0] if own else []
     return [[o for o in found if _is_own(o[0])] for found in (by_cbs, by_others)]
+
+def _files(found):
+    "What looks like the path of a file among the texts of functions and what they name"
+    codes = [c for f,_ in found if hasattr(f, '__code__') for c in with_inner(f.__code__)]
+    said = [*(o for c in codes for o in c.co_consts), *(o for _,named in found for os in named.values() for o in os)]
+    return {str(o) for o in said if isinstance(o, Path) or isinstance(o, str) and ' ' not in o and not {'.', '/'}.isdisjoint(o)}
 
 def _may_change(learn, makers):
     "Do code that runs between two batches and code that makes items name what may be one thing, and the first change it?"
     if not (named := _names_of_makers(makers)): return False
     by_cbs,by_others = _run_between(learn)
+    making = [o for _,fs in makers for o in fs if _is_own(getattr(o[0], 'func', o[0]))]
+    if not _files(by_cbs+by_others).isdisjoint(_files(making)): return True   # which one may write and the other read
     called = {n for _,names in by_cbs for n in names}.difference(_making)
     codes = {f.__code__ for f,_ in by_cbs+by_others} | _named_methods(makers, called)
     return any(map(sets_by_name, codes)) or not set().union(*map(changed_by, codes)).isdisjoint(named)
@@ -81,9 +92,10 @@ def reaches_items(
     functions = [f for f in (learn.loss_func, *(getattr(m, 'func', m) for m in learn.metrics)) if not is_known(f)]
     if _may_change(learn, makers) or not _progress.isdisjoint(_names_of_makers(makers)): return True
     if not (cbs or functions): return False
-    ran = [run_by([(f, type(cb)) for n in of_batches if (f := getattr(cb, n, None))], list(_own(cb).values()), learn) for cb in cbs]
-    if not all(_names.isdisjoint(named) for found,_ in ran for f,named in found if _is_own(f)): return True
-    held = list(_walk([*cbs, *functions, *(o for _,os in ran for o in os)]))
+    def run(cb): return run_by([(f, type(cb)) for n in of_batches if (f := getattr(cb, n, None))], list(_own(cb).values()), learn)[0]
+    ran = [(f, named) for cb in cbs for f,named in run(cb)]
+    if not all(_names.isdisjoint(named) for f,named in ran if _is_own(f)): return True
+    held = list(_walk([*cbs, *functions, *(o for _,named in ran for os in named.values() for o in os)]))
     if any(not _names.isdisjoint(found) for _,named in held for f,found in named if _is_own(getattr(f, 'func', f))): return True
     return not _marks(o for o,_ in makers).isdisjoint(_marks(o for o,_ in held))
 

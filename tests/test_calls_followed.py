@@ -1,5 +1,5 @@
 "What code between two steps changes by calls that are not in its own text: batches are read in turn, and steps run one by one"
-import sqlite3, threading
+import sqlite3, tempfile, threading
 from order_of_steps import *
 from fastai_xla.makers import makers_of, reaches_items
 import curriculum
@@ -56,6 +56,12 @@ class Advances(nn.Module):
     def forward(self, p, y=None):
         if self.training: self._steps.advance()
         return p if y is None else F.mse_loss(p, y)
+_path = Path(tempfile.mkdtemp())/'level.txt'
+def by_file(): return float(_path.read_text())
+def writes(learn): _path.write_text(str(.9**learn.train_iter))
+def of_file(*args):
+    _path.write_text('1.')
+    return of_items(Scaled, by_file)
 def advancing(p, y):
     curriculum.advance()
     return F.mse_loss(p, y)
@@ -69,6 +75,7 @@ cases = dict(
     by_computed_name=after(lambda learn: Config.assign(level=.9**learn.train_iter), Scaled, by_class),
     kept_by_a_cache=after(lambda learn: curriculum.ramp().advance(), Scaled, by_cache),
     variable_of_a_context=after(in_context, Scaled, by_context),
+    file=lambda: learner(of_file, cbs=After(writes)),
     helper_of_items=after(sets_level, Helped),
     method_of_the_learner=after(lambda learn: learn.advance_level(), Scaled, by_class),
     helper=lambda: learner(partial(of_items, Scaled, by_class), cbs=Held(Steps())),
