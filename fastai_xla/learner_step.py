@@ -32,11 +32,13 @@ from .compat.metrics import *
 from .compat.mixup import mixes
 from .capture.known import is_known
 from .capture.state import *
+from .capture.stores import computes_names
 from .capture.values import *
 from .capture.watch import *
 from .lifetimes import *
 from .learner_parts import *
 from .events import *
+from .events import _is_own
 
 # %% ../nbs/api/06aa_learner_step.ipynb #aafe3ad4
 def ordered(
@@ -48,12 +50,12 @@ def ordered(
 # %% ../nbs/api/06aa_learner_step.ipynb #af8d0b85
 # they change nothing around the step on which it depends
 _known = (TrainEvalCallback, Recorder, ProgressCallback, ParamScheduler, CastToTensor, MixedPrecision, MixUp, CutMix)
-def _is_own(cb):
+def _schedules_own(cb):
     "Does a `ParamScheduler` call a function of the user's, which may change anything?"
     return isinstance(cb, ParamScheduler) and not all(map(is_known, (f for s in cb.scheds.values() for f in functions_of(s))))
 
 def _may_change(cb):
-    known = type(cb) in _known and not _is_own(cb) or cb is cb.learn.xla_opt
+    known = type(cb) in _known and not _schedules_own(cb) or cb is cb.learn.xla_opt
     return not known and acts(cb, ('before_batch', 'after_batch'))
 
 _folds = (ParamScheduler, MixedPrecision, CastToTensor)   # their `before_batch` does not look at the batch, or is traced with it
@@ -92,6 +94,10 @@ def _named_after(self:LearnerStep, cbs):
     if 'names' not in self.acts: self.acts['names'] = {n for cb in cbs for n in names_after(cb)}
     return self.acts['names']
 
+def _computes_names(cb):
+    "May its `after_batch` reach the recorder's metrics under names that do not stand in it, as by `attrgetter(self.path)`?"
+    return ends_batch(cb) and any(computes_names(f.__code__) for f,_ in run_after(cb)[0] if _is_own(f))
+
 @patch
 def metrics(self:LearnerStep):
     "The recorder's metrics: those that are sums, those that keep what a batch gives, and others"
@@ -104,7 +110,7 @@ def metrics(self:LearnerStep):
     before = lambda what, is_one: [cb for cb in self.acting(what, is_one) if cb.order < rec.order]
     names = self._named_after(before('a user callback after the batch', ends_batch))
     # a batch cut short is unheard by the recorder
-    late = self.late or before('cuts a batch short', cuts_short) or sees_metrics(names)
+    late = self.late or before('cuts a batch short', cuts_short) or before('computes names', _computes_names) or sees_metrics(names)
     early = [m for m in mets if not (late or names and may_see(m, names))]
     sums = [m for m in early if is_sum(m)]
     lists = [m for m in early if lists_of(m)]

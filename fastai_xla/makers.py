@@ -9,7 +9,6 @@ __all__ = ['makers_of', 'reaches_items', 'items_act']
 
 # %% ../nbs/api/06aaca_makers.ipynb #06aaca03
 from pathlib import Path
-from types import FunctionType
 
 from fastcore.all import *
 from fastai.callback.core import Callback
@@ -59,7 +58,7 @@ def _run_between(learn):
     "Functions of the user's that run where batches are done, each with the names in it: those of callbacks, and others"
     os = _running_in(learn)
     by_cbs = [f for cb in os if isinstance(cb, Callback) for f in run_by(_own_code(cb), list(_own(cb).values()), learn)[0]]
-    others = [o for o in os if not isinstance(o, Callback) and _is_users(o if isinstance(o, FunctionType) else type(o))]
+    others = [o for o in os if not isinstance(o, Callback) and (is_library(type(o).__module__) or _is_users(type(o)))]   # no package's
     own = dict.fromkeys(f for o in others for f in _own_code(o))
     by_others = run_by([*own], [v for o in others for v in _attributes(o)], learn)[0] if own else []
     return [[o for o in found if _is_own(o[0])] for found in (by_cbs, by_others)]

@@ -1,4 +1,5 @@
 "A metric that keeps predictions is asked for its value before the epoch is over, as progress bars of others do"
+from operator import attrgetter
 from by_log import *
 
 class Shows(Callback):
@@ -24,3 +25,27 @@ def test_values():
     refs = references(story)
     same(story, 1e-6, refs=refs)
     for a,b in zip(cb.seen, refs[1]['see'], strict=True): test_close(a, b, 1e-5)
+
+# The running loss, under a name that does not stand in the code
+
+class Logs(Callback):
+    "Before the recorder: what it sees is of the batch before"
+    def __init__(self, *paths): self.paths,self.seen = paths,[]
+    def after_batch(self):
+        if self.training and self.train_iter > 1: self.seen.append([float(attrgetter(p)(self.learn)) for p in self.paths])
+class Sets(Callback):
+    seen = ()
+    def after_batch(self):
+        if self.training and self.train_iter == 6: setattr(self.recorder.smooth_loss, 'beta', .3)
+
+@pytest.mark.parametrize('make', [partial(Logs, 'recorder.smooth_loss.value', 'recorder.smooth_loss.count'), Sets], ids=['logs', 'sets'])
+def test_the_running_loss_by_a_computed_name(make):
+    def left(there):
+        set_seed(0)
+        cb = make()
+        learn = there(Learner(labels(), mlp(2), loss_func=CrossEntropyLossFlat(), cbs=cb))
+        with learn.no_bar(), learn.no_logging(): learn.fit(1, 1e-2)
+        return [*map(float, learn.recorder.losses)],list(cb.seen)
+    want = left(noop)
+    for there in (Learner.to_xla, partial(Learner.to_xla, steps_per_execution=3)):
+        for a,b in zip(left(there), want, strict=True): torch.testing.assert_close(torch.tensor(a), torch.tensor(b), rtol=1e-4, atol=1e-5)
