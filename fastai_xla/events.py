@@ -28,8 +28,7 @@ from fastai.metrics import LossMetric
 
 from .runtime import is_xla
 from .capture.effects import is_library
-from .capture.functions import functions_in, names_in, rewrites
-from .capture.functions import _cached, _function
+from .capture.functions import functions_in, names_in, rewrites, _cached, _function
 
 # %% ../nbs/api/06a_events.ipynb #30a3a45f
 in_step = 'after_pred after_loss before_backward after_cancel_backward after_backward before_step after_cancel_step after_step'.split()
@@ -190,6 +189,7 @@ def _to_run(o, names):
     if isinstance(o, _functions): return [(o, object)] if _is_own(getattr(o, 'func', o)) else []
     return _methods(o, names) if _is_users(type(o)) else []
 
+# %% ../nbs/api/06a_events.ipynb #5e1a0c05a
 def _named_of(learn, names):
     "What code reaches by a learner under `names`: itself, callbacks, the model and the loss"
     if learn is None: return []

@@ -65,6 +65,7 @@ def _under(f):
     if isinstance(f, _cached): return f.__wrapped__
     return f.func if isinstance(f, _holders) else f
 
+# %% ../../nbs/api/05db_capture.functions.ipynb #9b2d4c11
 def _own_module(o): return isinstance(o, ModuleType) and not is_library(o.__name__) and 'site-packages' not in (getattr(o, '__file__', None) or '')
 
 @functools.lru_cache(4096)

@@ -54,6 +54,7 @@ def _reached_from(fs, cls, most):
             todo += [(d[n], depth+1) for n in found]
     return res
 
+# %% ../../nbs/api/05e_capture.watch.ipynb #05e0c0d3
 class LibraryCode:
     "The functions that methods of some classes reach, by default `forward`, as far as libraries have written them"
     def __init__(self): self.classes,self.places,self.others = {},{},set()
@@ -86,7 +87,6 @@ class LibraryCode:
     def now(self) -> list: # To be compared by identity
         "The functions"
         return [f for d,names in self.places.values() for f in map(d.get, names)]
-
 
 # %% ../../nbs/api/05e_capture.watch.ipynb #c28216b8
 _plain = (int, float, str, bool, type(None))
