@@ -20,7 +20,7 @@ from fastai.callback.fp16 import MixedPrecision
 from fastai.callback.mixup import CutMix, MixUp
 from fastai.callback.progress import ProgressCallback
 from fastai.callback.schedule import ParamScheduler
-from fastai.learner import Learner, Metric, CastToTensor, Recorder
+from fastai.learner import AvgMetric, Learner, Metric, CastToTensor, Recorder
 from fastai.optimizer import Lookahead, Optimizer, OptimWrapper
 from fastai.vision.augment import AffineCoordTfm
 
@@ -177,16 +177,20 @@ def tfm_parts(self:LearnerStep):
     lists = [v for f in self.tfms() if hasattr(f, '__dict__') for v in vars(f).values() if isinstance(v, (list, tuple, L))]
     return [vars(o) for v in lists for o in v if hasattr(o, '__dict__') and not isinstance(o, (nn.Module, torch.Tensor, type))]
 
+def _of_library(os):
+    "Functions of libraries among `os`, and in them. The user's are not held, nor is what has no hash"
+    fs = [o.func if isinstance(o, (partial, AvgMetric)) else o for o in os]
+    return tuple(f for f in fs if isinstance(f, FunctionType) and is_known(f))
+
 @patch
 def library_code(self:LearnerStep) -> list: # Of a class, names of its methods, functions
     "What of libraries' code runs in the step beside its modules, as far as it is a library's"
     learn,parts = self.learn,self.parts
-    def own(fs): return tuple(getattr(f, 'func', f) for f in fs)
     res = [(type(learn), _of_learner, ())] + [(type(cb), ('before_batch', *in_step), ()) for cb in parts.actors]
-    res += [(type(m), ('accumulate', 'value'), own([m])) for m in (*parts.mets, *parts.keeping)]
+    res += [(type(m), ('accumulate', 'value'), _of_library([m])) for m in (*parts.mets, *parts.keeping)]
     loss = loss_of(learn)
-    res += [(type(loss), ('__call__',), own([loss]))]
-    res += [(type(o), ('step', 'zero_grad'), own(getattr(o, 'cbs', ()))) for o in self.optimizers()]
+    res += [(type(loss), ('__call__',), _of_library([loss]))]
+    res += [(type(o), ('step', 'zero_grad'), _of_library(getattr(o, 'cbs', ()))) for o in self.optimizers()]
     return res + [(type(f), ('__call__', 'before_call'), ()) for f in self.tfms()]
 
 _of_learner = tuple('_do_one_batch _do_grad_opt _backward _step _split'.split())

@@ -70,12 +70,11 @@ class LibraryCode:
     def add_methods(self,
         cls:type, # Any class
         names:tuple, # Of its methods
-        more=(), # Functions
+        more=(), # Functions of libraries
     ):
         "Watch these of a class, and functions, as well"
-        if (cls, names, more) in self.others: return
+        if not is_library_name(cls.__module__) or (cls, names, more) in self.others: return
         self.others.add((cls, names, more))
-        if not is_library_name(cls.__module__): return
         self._put([*(getattr(cls, n, None) for n in names), *more], cls, 1)
         for c in cls.__mro__: self._note(id(c), vars(c), {n for n in names if c is cls or n in vars(c)})
 
