@@ -37,7 +37,8 @@ def test_the_order_of_layers(cbs):
     check(net, to, *cbs)
 
 def normed(**kwargs):
-    return nn.Sequential(nn.Conv2d(1, 4, 3), RunningBatchNorm2d(4, **kwargs), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 4))
+    last = nn.AdaptiveAvgPool2d(1),nn.Flatten(),nn.Linear(4, 4)
+    return nn.Sequential(nn.Conv2d(1, 4, 3), RunningBatchNorm2d(4, **kwargs), nn.ReLU(), *last)
 
 @pytest.mark.parametrize('name,value', [('momentum', .9), ('eps', .5), ('update_every', 3)])
 @pytest.mark.parametrize('cbs', [[], [Doubles()]], ids=['libraries', 'users'])

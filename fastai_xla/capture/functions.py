@@ -66,7 +66,9 @@ def _under(f):
     return f.func if isinstance(f, _holders) else f
 
 # %% ../../nbs/api/05db_capture.functions.ipynb #9b2d4c11
-def _own_module(o): return isinstance(o, ModuleType) and not is_library(o.__name__) and 'site-packages' not in (getattr(o, '__file__', None) or '')
+def _own_module(o):
+    if not isinstance(o, ModuleType) or is_library(o.__name__): return False
+    return 'site-packages' not in (getattr(o, '__file__', None) or '')
 
 @functools.lru_cache(4096)
 def _imports(code):
