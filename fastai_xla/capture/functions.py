@@ -88,6 +88,7 @@ def _modules_in(f, outer, names):
         todo += [vars(m)[n] for n in names if n in vars(m)]
     return found
 
+# %% ../../nbs/api/05db_capture.functions.ipynb #9b2d4c12
 def functions_in(
     f, # Function
     cls:type=object, # Class whose methods it may call
