@@ -179,7 +179,7 @@ def tfm_parts(self:LearnerStep):
 
 def _of_library(os):
     "Functions of libraries among `os`, and in them. The user's are not held, nor is what has no hash"
-    fs = [o.func if isinstance(o, (partial, AvgMetric)) else o for o in os]
+    fs = [getattr(o, 'func', None) if isinstance(o, (partial, AvgMetric)) else o for o in os]   # a `LossMetric` has none
     return tuple(f for f in fs if isinstance(f, FunctionType) and is_known(f))
 
 @patch
