@@ -29,6 +29,7 @@ from fastai.metrics import LossMetric
 from .runtime import is_xla
 from .capture.effects import is_library
 from .capture.functions import functions_in, names_in, rewrites, _cached, _function
+from .learner_parts import put_on
 
 # %% ../nbs/api/06a_events.ipynb #30a3a45f
 in_step = 'after_pred after_loss before_backward after_cancel_backward after_backward before_step after_cancel_step after_step'.split()
@@ -66,8 +67,7 @@ def may_raise(
 ) -> bool:
     "Does the code name one of them, or an attribute of the callback that is one?"
     def is_cut(o): return (o if isinstance(o, type) else type(o)) in cut
-    names = {c.__name__ for c in cut}
-    return not names.isdisjoint(named) or any(is_cut(o) for n,found in named.items() for o in (*found, vars(cb).get(n)))
+    return not {c.__name__ for c in cut}.isdisjoint(named) or any(is_cut(o) for n,found in named.items() for o in (*found, vars(cb).get(n)))
 
 def ends_batch(
     cb, # Callback
@@ -208,10 +208,10 @@ def run_by(
     while todo:
         seen.update(todo)
         found += [o for f,cls in todo for o in functions_in(f, cls)]
-        held = own + [o for _,named in found for os in named.values() for o in os]
         names = {'__call__', *(n for _,named in found for n in named)}
         others = _named_of(learn, names)
-        held = held + [v for o in others for v in _own(o).values() if isinstance(o, Callback)]
+        kept = [v for o in others for v in (put_on(o, names) if o is learn else _own(o).values() if isinstance(o, Callback) else ())]
+        held = [*own, *kept, *(o for _,named in found for os in named.values() for o in os)]
         todo = [m for o,_ in _walk(held) for m in _to_run(o, names)] + [m for o in others for m in _methods(o, names)]
         todo = [m for m in dict.fromkeys(todo) if m not in seen]
     return found,held
@@ -276,7 +276,7 @@ def reads_grads(
 ) -> bool:
     "Does its code, or that of an object of the user's that it holds or names, say `.grad`?"
     if _class_reads_grads(type(cb)) or any(map(_says_grad, vars(cb).values())): return True
-    held = [*(v for k,v in vars(cb).items() if k != 'learn'), *vars(type(cb)).values()]
+    held = [*_own(cb).values(), *vars(type(cb)).values()]
     return is_user_callback(cb) and any(_class_reads_grads(type(o)) for o,_ in _walk(held) if _is_users(type(o)))
 
 # %% ../nbs/api/06a_events.ipynb #679e291a

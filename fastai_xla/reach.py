@@ -170,6 +170,9 @@ def may_change_step(
     those = {id(o) for o in (*hypers, *learn.model.modules(), loss, getattr(loss, 'func', loss), *hooks)}
     if any(_holds(v, those) for v in held) or _shares_with_step(learn, cb, held): return True
     if not set().union(*map(attrs_set, codes)).isdisjoint(_of_fit | _of_libraries(learn)): return True
+    places = [o for g,named in found if _is_own(g) for n in sets_of(g.__code__) for o in named.get(n, ())]
+    if any(isinstance(o, (type, ModuleType)) and is_library(getattr(o, '__module__', o.__name__)) for o in places):
+        return True   # as `nn.Tanh.forward = f`
     changed = set().union(*map(changed_by, codes)) - _harmless
     return bool(changed) and not changed.isdisjoint(_of_callbacks | _names_of_step(learn, cb))
 

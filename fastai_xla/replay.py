@@ -29,6 +29,7 @@ from .capture.state import *
 from .capture.step import *
 from .lifetimes import *
 from .recordings import *
+from .learner_parts import name_of
 from .learner_step import _looks, _may_change
 from .events import *
 
@@ -80,7 +81,7 @@ def names_of(
 def after_step(self:Replay):
     "Note that callbacks have left something to compute after a replayed step"
     names = names_of(self.step.acting('a user callback', is_user_callback))
-    others = ', '.join(m.name for m in getattr(self.learn.replayed, 'others', ()))
+    others = ', '.join(name_of(m) for m in getattr(self.learn.replayed, 'others', ()))
     if names: self.fit.beside[f"what {names} computes around the step"] += 1
     elif others: self.fit.beside[f"the metrics {others}, computed after the step"] += 1
 
@@ -165,7 +166,7 @@ def tell_others(self:Replay,
 ):
     "Tell of those that run on the host"
     for m in others:
-        if m in on_host: self.fit.beside[f"the metric {m.name}, with numpy on the host, for which predictions are fetched"] += 1
+        if m in on_host: self.fit.beside[f"the metric {name_of(m)}, with numpy on the host, for which predictions are fetched"] += 1
 
 @patch
 def _tell_beside(self:Replay, rec):

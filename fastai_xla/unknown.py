@@ -89,8 +89,8 @@ def _unknown_module(m):
 # %% ../nbs/api/06aba_unknown.ipynb #3e69e94a
 def _unknown_loss(f):
     if isinstance(f, nn.Module): return _unknown_module(f)
-    inner = getattr(f, 'func', None)
-    if isinstance(inner, nn.Module) and (why := _unknown_module(inner)): return why
+    inner = module_of(f)
+    if inner is not None and (why := _unknown_module(inner)): return why
     return _replaced(type(f), ['__call__']) if is_known(f) else getattr(f, '__name__', type(f).__name__)
 
 def _unknown_opt(opt):
