@@ -15,7 +15,7 @@ from fastai.callback.core import Callback
 from fastai.learner import Learner
 
 from .capture.effects import is_library
-from .capture.functions import functions_in, with_inner
+from .capture.functions import functions_in, names_in, with_inner
 from .capture.known import is_known
 from .capture.names import code_names
 from .capture.stores import *
@@ -23,7 +23,7 @@ from .events import *
 from .learner_parts import *
 from .reach import *
 from .events import _is_own, _is_users, _making, _methods, _own, _walk
-from .reach import _attributes, _marks, _names_of_step, _of_callbacks, _of_step, _own_code, _progress, _running_in
+from .reach import _attributes, _marks, _modules_of, _names_of_step, _of_callbacks, _of_step, _own_code, _progress, _running_in
 
 # %% ../nbs/api/06aaca_makers.ipynb #06aaca05
 def _makers(dl):
@@ -37,6 +37,8 @@ def makers_of(
 ) -> list: # Each with its functions, the names in them and what they may be
     "The objects that the items and batches of `dl` are made of and by: a look of a millisecond or two, so one for a pass"
     found = list(_walk(_makers(dl)))
+    modules = [m for m in _modules_of(_makers(dl), found).values() if _is_users(type(m))]   # as torchvision's transforms are
+    found += [(m, [(f, names_in(f, type(m)))]) for m in modules if (f := type(m).forward)]
     own = [(f, type(o)) for o,named in found for f,_ in named if _is_users(getattr(f, 'func', f))]
     if not own: return found
     code,held = run_by(own, [o for o,_ in found])   # also by methods of what they hold
@@ -96,7 +98,9 @@ def reaches_items(
     if not all(_names.isdisjoint(named) for f,named in ran if _is_own(f)): return True
     held = list(_walk([*cbs, *functions, *(o for _,named in ran for os in named.values() for o in os)]))
     if any(not _names.isdisjoint(found) for _,named in held for f,found in named if _is_own(getattr(f, 'func', f))): return True
-    return not _marks(o for o,_ in makers).isdisjoint(_marks(o for o,_ in held))
+    if not _marks(o for o,_ in makers).isdisjoint(_marks(o for o,_ in held)): return True
+    modules = _modules_of((), makers)
+    return bool(modules) and not modules.keys().isdisjoint(_modules_of([o for o,_ in held], held))
 
 # %% ../nbs/api/06aaca_makers.ipynb #89a1185b
 def items_act(

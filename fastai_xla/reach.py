@@ -59,6 +59,12 @@ def _marks(objects):
 
 def _reached(roots): return _marks(o for o,_ in _walk(roots))
 
+def _modules_of(roots, walked):
+    "Modules that `roots` are, or that what was `walked` from there holds or names, and those in them, each by its id"
+    held = [v for o,_ in walked if not isinstance(o, (torch.Tensor, np.ndarray, Function)) for v in _parts(o)]
+    named = [v for _,fs in walked for _,names in fs for os in names.values() for v in os]
+    return {id(m): m for o in (*roots, *held, *named) if issubclass(type(o), nn.Module) for m in o.modules()}
+
 # %% ../nbs/api/06aac_reach.ipynb #afcd43e2
 _running = 'forward __call__ accumulate value encodes step'.split()
 
@@ -130,9 +136,10 @@ def _shares_with_step(learn, cb, held):
     def inside(o): return acts(o, ('before_batch', *in_step)) if isinstance(o, Callback) else not isinstance(o, Learner)
     os = [o for o in _running_in(learn) if o is not cb and inside(o)]
     own = [[o] if isinstance(o, _functions) else _attributes(o) for o in os]
-    found = [o for o,_ in _walk(held)]
-    if any(isinstance(o, (GeneratorType, map, filter)) or _changes_its_own(o) for o in found): return True
-    return not _reached(chain.from_iterable(own)).isdisjoint(_marks(found))
+    found,own = list(_walk(held)),[*chain.from_iterable(own)]
+    if any(isinstance(o, (GeneratorType, map, filter)) or _changes_its_own(o) for o,_ in found): return True
+    if not _reached(own).isdisjoint(_marks(o for o,_ in found)): return True
+    return not _modules_of(own, list(_walk(own))).keys().isdisjoint(_modules_of(held, found))
 
 def _names_of_step(learn, cb=None):
     "Names in the user's code that a step runs, of `cb` without its `after_batch`; and of attributes of modules, the loss and transforms"

@@ -9,7 +9,7 @@ __all__ = ['rewrites', 'with_inner', 'functions_in', 'names_in']
 
 # %% ../../nbs/api/05db_capture.functions.ipynb #05db0003
 import dis, functools, sys
-from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType, NoneType
 
 from .effects import is_library
 
@@ -89,6 +89,12 @@ def _modules_in(f, outer, names):
     return found
 
 # %% ../../nbs/api/05db_capture.functions.ipynb #9b2d4c12
+def _defaults(f):
+    "Arguments of a function whose defaults are objects, as `loss=Mixed()`"
+    n = f.__code__.co_argcount
+    found = [*zip(f.__code__.co_varnames[:n][::-1], (f.__defaults__ or ())[::-1]), *(f.__kwdefaults__ or {}).items()]
+    return [(k, o) for k,o in found if not isinstance(o, (NoneType, int, float, str, type))]
+
 def functions_in(
     f, # Function
     cls:type=object, # Class whose methods it may call
@@ -105,6 +111,7 @@ def functions_in(
         outer |= {n: f.__globals__[n] for n in _global_names(f.__code__) if n in f.__globals__}
         spaces = [outer, *map(vars, _modules_in(f, outer, named)), *map(vars, cls.__mro__)]
         named = {n: [d[n] for d in spaces if n in d] for n in named}
+        for n,o in _defaults(f): named.setdefault(n, []).append(o)
         yield f,named
         todo += _named_functions(named)
 

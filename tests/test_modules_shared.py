@@ -1,0 +1,104 @@
+"Modules that a callback shares with what makes items, or with a loss that is a function"
+import pytest
+from fastai.vision.all import *
+from torchvision import transforms as T
+from fastai_xla.all import *
+from test_put_on_a_learner import fitted, learner
+
+modes = dict(auto={}, several=dict(steps_per_execution=3))
+
+class Changes(Callback):
+    "Sets an attribute of what it holds, or has its method do so"
+    def __init__(self, part): self.part = part
+    def after_batch(self):
+        if self.training and self.train_iter in (5, 8): self.change(.3 if self.train_iter == 5 else -.2)
+
+class SetsThreshold(Changes):
+    def change(self, v): self.part.threshold = v
+
+class SetsDelta(Changes):
+    def change(self, v): self.part.delta = .1 + abs(v)
+
+class Calls(Changes):
+    def change(self, v): self.part.set(v)
+
+class CFG: least = -1.
+
+class SetsConfig(Changes):
+    def change(self, v): CFG.least = v
+
+# Transforms of items: torchvision's are modules, too
+
+class Floor(nn.Module):
+    "A transform of the user's"
+    def __init__(self):
+        super().__init__()
+        self.least,self.cut = -1.,nn.Threshold(-1., 0.)
+    def forward(self, x): return F.threshold(self.cut(x), self.least, 0.)
+    def set(self, v): self.least = v
+
+class FloorOfConfig(nn.Module):
+    def forward(self, x): return F.threshold(x, CFG.least, 0.)
+
+class Items:
+    def __init__(self, tfm, n=48):
+        self.tfm,self.x = tfm,torch.randn(n, 6, generator=torch.Generator().manual_seed(0))
+    def __len__(self): return len(self.x)
+    def __getitem__(self, i): return self.tfm(self.x[i]),self.x[i].sum()[None].tanh()
+
+def of_items(tfm, cb, part):
+    CFG.least = -1.
+    learn = learner()
+    learn.dls = DataLoaders(DataLoader(Items(tfm), bs=4), DataLoader(Items(noop, 16), bs=8))
+    return learn,(cb(part) if cb else None)
+
+def threshold(cb):
+    tfm = nn.Threshold(-1., 0.)
+    return of_items(tfm, cb and SetsThreshold, tfm)
+
+def in_a_compose(cb):
+    tfm = nn.Threshold(-1., 0.)
+    return of_items(T.Compose([nn.Identity(), tfm]), cb and SetsThreshold, tfm)
+
+def in_a_module(cb):
+    tfm = Floor()
+    return of_items(nn.Sequential(tfm), cb and SetsThreshold, tfm.cut)
+
+def by_a_method(cb):
+    tfm = Floor()
+    return of_items(tfm, cb and Calls, tfm)
+
+def named_in_forward(cb): return of_items(nn.Sequential(FloorOfConfig()), cb and SetsConfig, None)
+
+@pytest.mark.parametrize('make', (threshold, in_a_compose, in_a_module, by_a_method, named_in_forward))
+def test_a_module_that_transforms_items(make):
+    "Batches are not read ahead"
+    def run(xla, cb=True):
+        learn,cb = make(cb)
+        return fitted(learn, xla, cb)
+    want = run(None)
+    assert (run({}) - want).abs().max() < 1e-4
+    assert (run(None, cb=False) - want).abs().max() > 1e-2   # it does change the numbers
+
+# Losses
+
+class Mixed:
+    def __init__(self, part): self.parts = [part, nn.MSELoss()]
+    def __call__(self, p, t): return self.parts[0](p, t) + .3*self.parts[1](p, t)
+
+def function(huber):
+    def loss(p, t): return huber(p, t)
+    return loss
+
+losses = dict(object=Mixed, function=function, lambda_of_an_object=lambda huber: (lambda p, t, loss=Mixed(huber): loss(p, t)),
+    method=lambda huber: Mixed(huber).__call__)
+
+@pytest.mark.parametrize('name', losses)
+@pytest.mark.filterwarnings('ignore:`steps_per_execution')
+def test_a_module_in_a_loss_that_is_a_function(name):
+    def run(xla, changes=True):
+        huber = nn.HuberLoss()
+        return fitted(learner(losses[name](huber)), xla, SetsDelta(huber) if changes else None)
+    want = run(None)
+    for xla in modes.values(): assert (run(xla) - want).abs().max() < 1e-4
+    assert (run(None, changes=False) - want).abs().max() > 1e-2
