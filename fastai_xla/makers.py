@@ -96,11 +96,12 @@ def reaches_items(
     def run(cb): return run_by([(f, type(cb)) for n in of_batches if (f := getattr(cb, n, None))], list(_own(cb).values()), learn)[0]
     ran = [(f, named) for cb in cbs for f,named in run(cb)]
     if not all(_names.isdisjoint(named) for f,named in ran if _is_own(f)): return True
-    held = list(_walk([*cbs, *functions, *(o for _,named in ran for os in named.values() for o in os)]))
+    roots = [*cbs, *functions, *(o for _,named in ran for os in named.values() for o in os)]
+    held = list(_walk(roots))
     if any(not _names.isdisjoint(found) for _,named in held for f,found in named if _is_own(getattr(f, 'func', f))): return True
     if not _marks(o for o,_ in makers).isdisjoint(_marks(o for o,_ in held)): return True
     modules = _modules_of((), makers)
-    return bool(modules) and not modules.keys().isdisjoint(_modules_of([o for o,_ in held], held))
+    return bool(modules) and not modules.keys().isdisjoint(_modules_of(roots, held))
 
 # %% ../nbs/api/06aaca_makers.ipynb #89a1185b
 def items_act(

@@ -68,9 +68,18 @@ def by_a_method(cb):
     tfm = Floor()
     return of_items(tfm, cb and Calls, tfm)
 
+cuts = nn.Threshold(-1., 0.)
+
+class SetsNamed(Changes):
+    def change(self, v): cuts.threshold = v
+
+def named_by_both(cb):
+    cuts.threshold = -1.
+    return of_items(lambda x: cuts(x), cb and SetsNamed, None)
+
 def named_in_forward(cb): return of_items(nn.Sequential(FloorOfConfig()), cb and SetsConfig, None)
 
-@pytest.mark.parametrize('make', (threshold, in_a_compose, in_a_module, by_a_method, named_in_forward))
+@pytest.mark.parametrize('make', (threshold, in_a_compose, in_a_module, by_a_method, named_by_both, named_in_forward))
 def test_a_module_that_transforms_items(make):
     "Batches are not read ahead"
     def run(xla, cb=True):
