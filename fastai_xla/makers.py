@@ -24,6 +24,7 @@ from .learner_parts import *
 from .reach import *
 from .events import _is_own, _is_users, _making, _methods, _own, _walk
 from .reach import _attributes, _marks, _modules_of, _names_of_step, _of_callbacks, _of_step, _own_code, _progress, _running_in
+from .reach import _set_on_both
 
 # %% ../nbs/api/06aaca_makers.ipynb #06aaca05
 def _makers(dl):
@@ -100,6 +101,7 @@ def reaches_items(
     held = list(_walk(roots))
     if any(not _names.isdisjoint(found) for _,named in held for f,found in named if _is_own(getattr(f, 'func', f))): return True
     if not _marks(o for o,_ in makers).isdisjoint(_marks(o for o,_ in held)): return True
+    if _set_on_both(makers, held, set().union(*(changed_by(f.__code__) for f,_ in ran if _is_own(f)))): return True
     modules = _modules_of((), makers)
     return bool(modules) and not modules.keys().isdisjoint(_modules_of(roots, held))
 

@@ -59,6 +59,11 @@ def _marks(objects):
 
 def _reached(roots): return _marks(o for o,_ in _walk(roots))
 
+def _set_on_both(one, other, changed):
+    "Does one of the names in `changed` stand for an attribute of an object that both walks met, as of a library's transform?"
+    met = {id(o) for o,_ in one}
+    return any(id(o) in met and not changed.isdisjoint(getattr(o, '__dict__', ())) for o,_ in other)
+
 def _modules_of(roots, walked):
     "Modules that `roots` are, or that what was `walked` from there holds or names, and those in them, each by its id"
     held = [v for o,_ in walked if not isinstance(o, (torch.Tensor, np.ndarray, Function)) for v in _parts(o)]
@@ -131,7 +136,7 @@ def _changes_its_own(o):
     "Is it a method that is bound to a container, as `d.__setitem__`?"
     return isinstance(o, (BuiltinFunctionType, MethodWrapperType)) and isinstance(o.__self__, _shares)
 
-def _shares_with_step(learn, cb, held):
+def _shares_with_step(learn, cb, held, changed):
     "Does what `cb` holds reach an object that can be changed and that a step reaches, too; or a generator, which may change anything?"
     def inside(o): return acts(o, ('before_batch', *in_step)) if isinstance(o, Callback) else not isinstance(o, Learner)
     os = [o for o in _running_in(learn) if o is not cb and inside(o)]
@@ -139,7 +144,8 @@ def _shares_with_step(learn, cb, held):
     found,own = list(_walk(held)),[*chain.from_iterable(own)]
     if any(isinstance(o, (GeneratorType, map, filter)) or _changes_its_own(o) for o,_ in found): return True
     if not _reached(own).isdisjoint(_marks(o for o,_ in found)): return True
-    return not _modules_of(own, list(_walk(own))).keys().isdisjoint(_modules_of(held, found))
+    walked = list(_walk(own))
+    return _set_on_both(walked, found, changed) or not _modules_of(own, walked).keys().isdisjoint(_modules_of(held, found))
 
 def _names_of_step(learn, cb=None):
     "Names in the user's code that a step runs, of `cb` without its `after_batch`; and of attributes of modules, the loss and transforms"
@@ -175,12 +181,13 @@ def may_change_step(
     loss = learn.loss_func
     hooks = [getattr(h, '__self__', h) for h in _hooked(_running_in(learn))]   # a fastai `Hook` keeps what it has seen
     those = {id(o) for o in (*hypers, *learn.model.modules(), loss, getattr(loss, 'func', loss), *hooks)}
-    if any(_holds(v, those) for v in held) or _shares_with_step(learn, cb, held): return True
+    changed = set().union(*map(changed_by, codes))
+    if any(_holds(v, those) for v in held) or _shares_with_step(learn, cb, held, changed): return True
     if not set().union(*map(attrs_set, codes)).isdisjoint(_of_fit | _of_libraries(learn)): return True
     places = [o for g,named in found if _is_own(g) for n in sets_of(g.__code__) for o in named.get(n, ())]
     if any(isinstance(o, (type, ModuleType)) and is_library(getattr(o, '__module__', o.__name__)) for o in places):
         return True   # as `nn.Tanh.forward = f`
-    changed = set().union(*map(changed_by, codes)) - _harmless
+    changed -= _harmless
     return bool(changed) and not changed.isdisjoint(_of_callbacks | _names_of_step(learn, cb))
 
 # %% ../nbs/api/06aac_reach.ipynb #89a11853

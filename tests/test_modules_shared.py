@@ -1,4 +1,4 @@
-"Modules that a callback shares with what makes items, or with a loss that is a function"
+"Modules and other objects of libraries that a callback shares with what makes items, or with a loss that is a function"
 import pytest
 from fastai.vision.all import *
 from torchvision import transforms as T
@@ -60,6 +60,13 @@ def in_a_compose(cb):
     tfm = nn.Threshold(-1., 0.)
     return of_items(T.Compose([nn.Identity(), tfm]), cb and SetsThreshold, tfm)
 
+class SetsLambda(Changes):
+    def change(self, v): self.part.lambd = lambda x: F.threshold(x, v, 0.)
+
+def object_of_a_library(cb):
+    tfm = T.Lambda(noop)
+    return of_items(T.Compose([tfm]), cb and SetsLambda, tfm)
+
 def in_a_module(cb):
     tfm = Floor()
     return of_items(nn.Sequential(tfm), cb and SetsThreshold, tfm.cut)
@@ -79,7 +86,7 @@ def named_by_both(cb):
 
 def named_in_forward(cb): return of_items(nn.Sequential(FloorOfConfig()), cb and SetsConfig, None)
 
-@pytest.mark.parametrize('make', (threshold, in_a_compose, in_a_module, by_a_method, named_by_both, named_in_forward))
+@pytest.mark.parametrize('make', (threshold, in_a_compose, object_of_a_library, in_a_module, by_a_method, named_by_both, named_in_forward))
 def test_a_module_that_transforms_items(make):
     "Batches are not read ahead"
     def run(xla, cb=True):
@@ -108,6 +115,15 @@ def test_a_module_in_a_loss_that_is_a_function(name):
     def run(xla, changes=True):
         huber = nn.HuberLoss()
         return fitted(learner(losses[name](huber)), xla, SetsDelta(huber) if changes else None)
+    want = run(None)
+    for xla in modes.values(): assert (run(xla) - want).abs().max() < 1e-4
+    assert (run(None, changes=False) - want).abs().max() > 1e-2
+
+@pytest.mark.filterwarnings('ignore:`steps_per_execution')
+def test_an_object_of_a_library_in_a_loss_that_is_a_function():
+    def run(xla, changes=True):
+        cut = T.Lambda(noop)
+        return fitted(learner(lambda p, t: F.mse_loss(cut(p), t)), xla, SetsLambda(cut) if changes else None)
     want = run(None)
     for xla in modes.values(): assert (run(xla) - want).abs().max() < 1e-4
     assert (run(None, changes=False) - want).abs().max() > 1e-2
