@@ -100,9 +100,10 @@ def reaches_items(
     roots = [*cbs, *functions, *(o for _,named in ran for os in named.values() for o in os)]
     held = list(_walk(roots))
     if any(not _names.isdisjoint(found) for _,named in held for f,found in named if _is_own(getattr(f, 'func', f))): return True
-    if not _marks(o for o,_ in makers).isdisjoint(_marks(o for o,_ in held)): return True
-    if _set_on_both(makers, held, set().union(*(changed_by(f.__code__) for f,_ in ran if _is_own(f)))): return True
     modules = _modules_of((), makers)
+    tensors = [t for m in modules.values() for t in (*m.buffers(False), *m.parameters(False))]
+    if not _marks([*tensors, *(o for o,_ in makers)]).isdisjoint(_marks(o for o,_ in held)): return True
+    if _set_on_both(makers, held, set().union(*(changed_by(f.__code__) for f,_ in ran if _is_own(f)))): return True
     return bool(modules) and not modules.keys().isdisjoint(_modules_of(roots, held))
 
 # %% ../nbs/api/06aaca_makers.ipynb #89a1185b

@@ -129,6 +129,7 @@ def _attributes(o):
     own = {} if isinstance(o, Learner) else getattr(o, '__dict__', {})   # its `dls` are no part of a step
     shown = _is_users(type(o))   # a library's keeps much beside that it does not show
     vs = [v for k,v in own.items() if k not in _base_attrs and k != 'learn' and (shown or not k.startswith('_'))]
+    vs += [] if own.get('_buffers') is None else own['_buffers'].values()   # of a module
     return [v for v in vs if not isinstance(v, _functions) or _is_own(getattr(v, 'func', v))]
 
 # %% ../nbs/api/06aac_reach.ipynb #be867408

@@ -84,9 +84,22 @@ def named_by_both(cb):
     cuts.threshold = -1.
     return of_items(lambda x: cuts(x), cb and SetsNamed, None)
 
+class Scale(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer('by', torch.ones(1))
+    def forward(self, x): return x*self.by
+
+class Halves(Changes):
+    def change(self, v): self.part.mul_(.5)
+
+def buffer_in_place(cb):
+    tfm = Scale()
+    return of_items(tfm, cb and Halves, tfm.by)
+
 def named_in_forward(cb): return of_items(nn.Sequential(FloorOfConfig()), cb and SetsConfig, None)
 
-@pytest.mark.parametrize('make', (threshold, in_a_compose, object_of_a_library, in_a_module, by_a_method, named_by_both, named_in_forward))
+@pytest.mark.parametrize('make', (threshold, in_a_compose, object_of_a_library, in_a_module, by_a_method, named_by_both, buffer_in_place, named_in_forward))
 def test_a_module_that_transforms_items(make):
     "Batches are not read ahead"
     def run(xla, cb=True):
@@ -124,6 +137,16 @@ def test_an_object_of_a_library_in_a_loss_that_is_a_function():
     def run(xla, changes=True):
         cut = T.Lambda(noop)
         return fitted(learner(lambda p, t: F.mse_loss(cut(p), t)), xla, SetsLambda(cut) if changes else None)
+    want = run(None)
+    for xla in modes.values(): assert (run(xla) - want).abs().max() < 1e-4
+    assert (run(None, changes=False) - want).abs().max() > 1e-2
+
+@pytest.mark.filterwarnings('ignore:`steps_per_execution')
+def test_weights_of_a_loss_change_in_place():
+    def run(xla, changes=True):
+        learn = learner(nn.BCEWithLogitsLoss(pos_weight=tensor([2.])))
+        if xla is not None: learn.to_xla(**xla)
+        return fitted(learn, None, Halves(learn.loss_func.pos_weight) if changes else None)
     want = run(None)
     for xla in modes.values(): assert (run(xla) - want).abs().max() < 1e-4
     assert (run(None, changes=False) - want).abs().max() > 1e-2
