@@ -112,7 +112,6 @@ def _parts(o):
     return [o.__self__, *own] if isinstance(o, MethodType) else own
 
 def _implementations(f): return [m.implementation for m in f.methods] if isinstance(f, Function) else [f]   # by types, as of `encodes`
-
 _making = '__getitem__ __getitems__ __iter__ __call__ encodes create_item create_batch create_batches do_item do_batch sample'.split()
 
 def _code_of(o):
@@ -182,12 +181,12 @@ def _methods(o, names):
     "Functions of the user's that `o` has under one of `names`, in its class or by itself, also of properties"
     own = getattr(o, '__dict__', {})
     fs = [f for n in names if isinstance(f := _function(own.get(n, getattr(type(o), n, None))), _functions)]
-    return [(f, type(o)) for f in fs if _is_own(getattr(f, 'func', f))]
+    return [(f, o if isinstance(o, type) else type(o)) for f in fs if _is_own(getattr(f, 'func', f))]
 
 def _to_run(o, names):
     "Functions of the user's that `o` is, or has under one of `names`"
     if isinstance(o, _functions): return [(o, object)] if _is_own(getattr(o, 'func', o)) else []
-    return _methods(o, names) if _is_users(type(o)) else []
+    return _methods(o, names) if _is_users(o if isinstance(o, type) else type(o)) else []
 
 # %% ../nbs/api/06a_events.ipynb #5e1a0c05a
 def _named_of(learn, names):
@@ -213,6 +212,7 @@ def run_by(
         kept = [v for o in others for v in (put_on(o, names) if o is learn else _own(o).values() if isinstance(o, Callback) else ())]
         held = [*own, *kept, *(o for _,named in found for os in named.values() for o in os)]
         todo = [m for o,_ in _walk(held) for m in _to_run(o, names)] + [m for o in others for m in _methods(o, names)]
+        todo += [m for o in held if isinstance(o, type) for m in _to_run(o, names)]   # class methods
         todo = [m for m in dict.fromkeys(todo) if m not in seen]
     return found,held
 

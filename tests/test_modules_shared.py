@@ -97,9 +97,21 @@ def buffer_in_place(cb):
     tfm = Scale()
     return of_items(tfm, cb and Halves, tfm.by)
 
+class Least:
+    value = -1.
+    @classmethod
+    def cut(cls, x): return F.threshold(x, cls.value, 0.)
+    @classmethod
+    def set(cls, v): cls.value = v
+
+def class_method(cb):
+    Least.value = -1.
+    return of_items(Least.cut, cb and Calls, Least)
+
 def named_in_forward(cb): return of_items(nn.Sequential(FloorOfConfig()), cb and SetsConfig, None)
 
-@pytest.mark.parametrize('make', (threshold, in_a_compose, object_of_a_library, in_a_module, by_a_method, named_by_both, buffer_in_place, named_in_forward))
+@pytest.mark.parametrize('make', (threshold, in_a_compose, object_of_a_library, in_a_module, by_a_method, named_by_both, buffer_in_place,
+    class_method, named_in_forward))
 def test_a_module_that_transforms_items(make):
     "Batches are not read ahead"
     def run(xla, cb=True):
