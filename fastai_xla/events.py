@@ -100,6 +100,7 @@ def _results(f):
     return [r for v in kept for r in (gc.get_referents(v) if type(v).__name__ == '_lru_list_elem' else [v])]
 
 def _parts(o):
+    if issubclass(type(o), NonCallableMock): return [*vars(o).values()]   # it says that it is a dict where that is its `spec`
     if isinstance(o, dict): return [*list(o.values())[:50], *(k for k in list(o)[:50] if hasattr(k, '__dict__'))]
     if isinstance(o, ref): return [o()]
     if isinstance(o, partial): return [o.func, *o.args, *o.keywords.values()]
@@ -243,9 +244,8 @@ def names_after(
     for f,named in found:
         for n,os in [*named.items(), (f.__name__, ())]: res.setdefault(n, []).extend(os)
     for o,_ in _walk(held):   # as an exception that a helper keeps
-        if _is_users(type(o)):
-            own = getattr(o, '__dict__', {})   # one with `__slots__` has none
-            for n in res.keys() & own.keys(): res[n].append(own[n])
+        own = getattr(o, '__dict__', {}) if _is_users(type(o)) else {}   # one with `__slots__` has none
+        for n in res.keys() & own.keys(): res[n].append(own[n])
     return res
 
 # %% ../nbs/api/06a_events.ipynb #5e1a0c05

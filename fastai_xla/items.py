@@ -86,7 +86,7 @@ class ItemSettings:
         self.was = self.now()
 
     def now(self): # Name -> value, or which object it is
-        return [{k: _glance(v) for k,v in list(d.items()) if isinstance(v, (*_numbers, *_filled)) and (i, k) not in self.filled}
+        return [{k: _glance(v) for k,v in list(d.items()) if issubclass(type(v), (*_numbers, *_filled)) and (i, k) not in self.filled}
                 for i,d in enumerate(self.dicts)]
 
     def settle(self) -> bool: # Has it changed nothing else?

@@ -33,7 +33,7 @@ def module_of(
     f, # A loss: a module, an object or a `partial` with one in it, or a method of one, as `loss.forward`
 ) -> nn.Module|None: # `None` where it is a function
     "The module that a loss calls"
-    for _ in range(9):   # none is held deeper
+    for _ in range(9):   # a mock always has one more
         if f is None or isinstance(f, nn.Module): return f
         f = getattr(f, 'func', getattr(f, '__self__', None))
 

@@ -38,7 +38,7 @@ def makers_of(
 ) -> list: # Each with its functions, the names in them and what they may be
     "The objects that the items and batches of `dl` are made of and by: a look of a millisecond or two, so one for a pass"
     found = list(_walk(_makers(dl)))
-    modules = [m for m in _modules_of(_makers(dl), found).values() if _is_users(type(m))]   # as torchvision's transforms are
+    modules = [m for m in _modules_of(_makers(dl), found).values() if _is_users(type(m))]
     found += [(m, [(f, names_in(f, type(m)))]) for m in modules if (f := type(m).forward)]
     own = [(f, type(o)) for o,named in found for f,_ in named if _is_users(getattr(f, 'func', f))]
     if not own: return found
@@ -101,7 +101,7 @@ def reaches_items(
     held = list(_walk(roots))
     if any(not _names.isdisjoint(found) for _,named in held for f,found in named if _is_own(getattr(f, 'func', f))): return True
     modules = _modules_of((), makers)
-    tensors = [t for m in modules.values() for t in (*m.buffers(False), *m.parameters(False))]
+    tensors = [t for m in modules.values() for t in (*m._buffers.values(), *m._parameters.values())]
     if not _marks([*tensors, *(o for o,_ in makers)]).isdisjoint(_marks(o for o,_ in held)): return True
     if _set_on_both(makers, held, set().union(*(changed_by(f.__code__) for f,_ in ran if _is_own(f)))): return True
     return bool(modules) and not modules.keys().isdisjoint(_modules_of(roots, held))

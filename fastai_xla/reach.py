@@ -57,8 +57,6 @@ def _marks(objects):
     "Those that can be changed, by their ids and the memory that they have"
     return {m for o in objects if _can_change(o) for m in (id(o), *_memory(o))}
 
-def _reached(roots): return _marks(o for o,_ in _walk(roots))
-
 def _set_on_both(one, other, changed):
     "Does one of the names in `changed` stand for an attribute of an object that both walks met, as of a library's transform?"
     met = {id(o) for o,_ in one}
@@ -66,7 +64,7 @@ def _set_on_both(one, other, changed):
 
 def _modules_of(roots, walked):
     "Modules that `roots` are, or that what was `walked` from there holds or names, and those in them, each by its id"
-    held = [v for o,_ in walked if not isinstance(o, (torch.Tensor, np.ndarray, Function)) for v in _parts(o)]
+    held = [v for o,_ in walked for v in _parts(o)]
     named = [v for _,fs in walked for _,names in fs for os in names.values() for v in os]
     return {id(m): m for o in (*roots, *held, *named) if issubclass(type(o), nn.Module) for m in o.modules()}
 
@@ -129,7 +127,7 @@ def _attributes(o):
     own = {} if isinstance(o, Learner) else getattr(o, '__dict__', {})   # its `dls` are no part of a step
     shown = _is_users(type(o))   # a library's keeps much beside that it does not show
     vs = [v for k,v in own.items() if k not in _base_attrs and k != 'learn' and (shown or not k.startswith('_'))]
-    vs += [] if own.get('_buffers') is None else own['_buffers'].values()   # of a module
+    if issubclass(type(o), nn.Module): vs += own.get('_buffers', {}).values()
     return [v for v in vs if not isinstance(v, _functions) or _is_own(getattr(v, 'func', v))]
 
 # %% ../nbs/api/06aac_reach.ipynb #be867408
@@ -144,8 +142,8 @@ def _shares_with_step(learn, cb, held, changed):
     own = [[o] if isinstance(o, _functions) else _attributes(o) for o in os]
     found,own = list(_walk(held)),[*chain.from_iterable(own)]
     if any(isinstance(o, (GeneratorType, map, filter)) or _changes_its_own(o) for o,_ in found): return True
-    if not _reached(own).isdisjoint(_marks(o for o,_ in found)): return True
     walked = list(_walk(own))
+    if not _marks(o for o,_ in walked).isdisjoint(_marks(o for o,_ in found)): return True
     return _set_on_both(walked, found, changed) or not _modules_of(own, walked).keys().isdisjoint(_modules_of(held, found))
 
 def _names_of_step(learn, cb=None):

@@ -11,7 +11,6 @@ __all__ = ['Order', 'uncounted']
 import warnings
 from contextlib import contextmanager
 
-from torch import nn
 from fastcore.all import *
 from fastai.callback.core import *
 from fastai.callback.fp16 import MixedPrecision
@@ -24,7 +23,7 @@ from .draws import host_rng, drew
 from .items import *
 from .capture.values import *
 from .events import *
-from .events import _is_users, _parts
+from .events import _is_users
 from .learner_parts import *
 from .learner_step import *
 from .learner_step import _looks
@@ -32,6 +31,7 @@ from .replay import *
 from .unknown import own_batch
 from .makers import *
 from .reach import *
+from .reach import _modules_of
 from .chance import *
 from .patching import patch
 
@@ -50,10 +50,7 @@ class Order:
 
 def _ask_model(learn, makers):
     "Does what makes items hold or name a part of the model?"
-    parts = set(map(id, learn.model.modules()))
-    named = [o for _,found in makers for _,names in found for os in names.values() for o in os]
-    held = [v for o,_ in makers for v in _parts(o)]
-    return any(id(m) in parts for v in (*named, *held) if isinstance(v, nn.Module) for m in v.modules())
+    return not _modules_of((), makers).keys().isdisjoint(map(id, learn.model.modules()))
 
 @patch
 @contextmanager

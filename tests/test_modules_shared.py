@@ -1,4 +1,5 @@
 "Modules and other objects of libraries that a callback shares with what makes items, or with a loss that is a function"
+from unittest.mock import Mock
 import pytest
 from fastai.vision.all import *
 from torchvision import transforms as T
@@ -6,6 +7,12 @@ from fastai_xla.all import *
 from test_put_on_a_learner import fitted, learner
 
 modes = dict(auto={}, several=dict(steps_per_execution=3))
+
+def as_on_the_cpu(run, modes):
+    "`run` gives the numbers of a fit, on the CPU for `None`, without its callback for `changes=False`"
+    want = run(None)
+    for xla in modes: assert (run(xla) - want).abs().max() < 1e-4
+    assert (run(None, changes=False) - want).abs().max() > 1e-2   # it does change the numbers
 
 class Changes(Callback):
     "Sets an attribute of what it holds, or has its method do so"
@@ -27,7 +34,7 @@ class CFG: least = -1.
 class SetsConfig(Changes):
     def change(self, v): CFG.least = v
 
-# Transforms of items: torchvision's are modules, too
+# Transforms of items: most of torchvision's are modules, too
 
 class Floor(nn.Module):
     "A transform of the user's"
@@ -114,12 +121,10 @@ def named_in_forward(cb): return of_items(nn.Sequential(FloorOfConfig()), cb and
     class_method, named_in_forward))
 def test_a_module_that_transforms_items(make):
     "Batches are not read ahead"
-    def run(xla, cb=True):
-        learn,cb = make(cb)
+    def run(xla, changes=True):
+        learn,cb = make(changes)
         return fitted(learn, xla, cb)
-    want = run(None)
-    assert (run({}) - want).abs().max() < 1e-4
-    assert (run(None, cb=False) - want).abs().max() > 1e-2   # it does change the numbers
+    as_on_the_cpu(run, [{}])
 
 # Losses
 
@@ -131,27 +136,21 @@ def function(huber):
     def loss(p, t): return huber(p, t)
     return loss
 
-losses = dict(object=Mixed, function=function, lambda_of_an_object=lambda huber: (lambda p, t, loss=Mixed(huber): loss(p, t)),
-    method=lambda huber: Mixed(huber).__call__)
+def cut_by(cut): return lambda p, t: F.mse_loss(cut(p), t)
+
+# how a loss is made of the part, the part, and the callback that changes it
+losses = dict(object=(Mixed, nn.HuberLoss, SetsDelta), function=(function, nn.HuberLoss, SetsDelta),
+    lambda_of_an_object=(lambda huber: (lambda p, t, loss=Mixed(huber): loss(p, t)), nn.HuberLoss, SetsDelta),
+    method=(lambda huber: Mixed(huber).__call__, nn.HuberLoss, SetsDelta), object_of_a_library=(cut_by, lambda: T.Lambda(noop), SetsLambda))
 
 @pytest.mark.parametrize('name', losses)
 @pytest.mark.filterwarnings('ignore:`steps_per_execution')
-def test_a_module_in_a_loss_that_is_a_function(name):
+def test_a_part_of_a_loss_that_is_a_function(name):
+    make,part_of,cb = losses[name]
     def run(xla, changes=True):
-        huber = nn.HuberLoss()
-        return fitted(learner(losses[name](huber)), xla, SetsDelta(huber) if changes else None)
-    want = run(None)
-    for xla in modes.values(): assert (run(xla) - want).abs().max() < 1e-4
-    assert (run(None, changes=False) - want).abs().max() > 1e-2
-
-@pytest.mark.filterwarnings('ignore:`steps_per_execution')
-def test_an_object_of_a_library_in_a_loss_that_is_a_function():
-    def run(xla, changes=True):
-        cut = T.Lambda(noop)
-        return fitted(learner(lambda p, t: F.mse_loss(cut(p), t)), xla, SetsLambda(cut) if changes else None)
-    want = run(None)
-    for xla in modes.values(): assert (run(xla) - want).abs().max() < 1e-4
-    assert (run(None, changes=False) - want).abs().max() > 1e-2
+        part = part_of()
+        return fitted(learner(make(part)), xla, cb(part) if changes else None)
+    as_on_the_cpu(run, modes.values())
 
 @pytest.mark.filterwarnings('ignore:`steps_per_execution')
 def test_weights_of_a_loss_change_in_place():
@@ -159,6 +158,32 @@ def test_weights_of_a_loss_change_in_place():
         learn = learner(nn.BCEWithLogitsLoss(pos_weight=tensor([2.])))
         if xla is not None: learn.to_xla(**xla)
         return fitted(learn, None, Halves(learn.loss_func.pos_weight) if changes else None)
-    want = run(None)
-    for xla in modes.values(): assert (run(xla) - want).abs().max() < 1e-4
-    assert (run(None, changes=False) - want).abs().max() > 1e-2
+    as_on_the_cpu(run, modes.values())
+
+# Objects that only look like modules or containers
+
+class Buffers:
+    "A loss with `_buffers` of its own"
+    def __init__(self): self._buffers = [1.]
+    def __call__(self, p, t): return F.mse_loss(p, t)*self._buffers[0]
+
+@pytest.mark.filterwarnings('ignore:`steps_per_execution')
+def test_a_loss_with_buffers_that_is_no_module():
+    class Looks(Callback):
+        def after_batch(self): self.seen = self.iter
+    want = fitted(learner(Buffers()), None, Looks())
+    assert (fitted(learner(Buffers()), modes['several'], Looks()) - want).abs().max() < 1e-4
+
+@pytest.mark.parametrize('mode', modes)
+@pytest.mark.filterwarnings('ignore:`steps_per_execution')
+def test_a_mock_of_a_dict(mode):
+    "It says that it is a dict, and has no items"
+    class Holds(Callback):
+        def after_batch(self): self.seen = self.table
+    def run(xla):
+        cb,items = Holds(),Items(noop)
+        cb.table,items.table = Mock(spec=dict),Mock(spec=dict)
+        learn = learner()
+        learn.dls = DataLoaders(DataLoader(items, bs=4), DataLoader(Items(noop, 16), bs=8))
+        return fitted(learn, xla, cb)
+    assert (run(modes[mode]) - run(None)).abs().max() < 1e-4

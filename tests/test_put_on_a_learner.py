@@ -86,7 +86,6 @@ def test_a_setting_of_a_loss_that_is_a_method(mode, without_audits):
 
 class ByName(Callback):
     "No metric may be computed before it has looked"
-    name = 'by_name'
     def __init__(self, path): self.path = path
     def after_batch(self): self.seen = getattr(self.learn, self.path)
 
